@@ -1,0 +1,938 @@
+"""One class for each struct of the checkpoint API.
+
+The semantics are those of ``cuda.bindings._v2.driver``: `from_ptr`,
+`from_buffer`, `from_data`, ``.ptr``, ``int()``, ``==`` by content and the
+buffer protocol. On top, nothing but a wild address can crash, and whatever a
+struct points to is kept alive by it.
+"""
+
+import sys
+
+from cpython.buffer cimport (
+    PyBUF_FORMAT,
+    PyBuffer_FillInfo,
+    PyBuffer_IsContiguous,
+)
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.memoryview cimport (
+    PyMemoryView_FromObject,
+    PyMemoryView_GET_BUFFER,
+)
+from cpython.number cimport PyIndex_Check
+from libc.stdint cimport UINT32_MAX
+from libc.string cimport memcmp, memcpy, memmove
+
+from cuckpt._convert cimport as_address, as_uint32
+
+from cuckpt import uuids
+
+__all__ = [
+    "CheckpointCheckpointArgs",
+    "CheckpointCustomStorageInfo",
+    "CheckpointCustomStoragePerDeviceData",
+    "CheckpointGpuPair",
+    "CheckpointLockArgs",
+    "CheckpointRestoreArgs",
+    "CheckpointUnlockArgs",
+    "Uuid",
+]
+
+
+cdef class Struct:
+    """What the struct classes share. Not to be created itself.
+
+    Two structs of one class are equal if their content is; they can change, so
+    they have no hash. `copy.copy` and `pickle` copy the content together with
+    what it owns; a struct that holds a bare address is copied with the address
+    and cannot be pickled (TypeError).
+    """
+
+    __hash__ = None
+
+    def __cinit__(self):
+        if type(self) is Struct or type(self) is CustomStorageArgs:
+            raise TypeError(f"{type(self).__name__} is a base class only")
+
+    @classmethod
+    def from_ptr(cls, ptr, readonly=False, owner=None):
+        """Make a struct from the memory at an address.
+
+        Parameters
+        ----------
+        ptr : int
+            Address of the C struct. It is trusted.
+        readonly : bool
+            Whether fields refuse to be set.
+        owner : object, optional
+            Object that keeps the memory alive. If given, the new object is a
+            view of the memory; if not, it has a copy of its own.
+
+        Returns
+        -------
+        Struct
+            Of this class.
+
+        Raises
+        ------
+        TypeError
+            If `ptr` is not an integer.
+        ValueError
+            If `ptr` is 0, or misaligned for a view.
+        """
+        cdef char *address = <char *> as_address(ptr, "ptr")
+        cdef Struct self = cls.__new__(cls)
+        if address == NULL:
+            raise ValueError("ptr must not be null (0)")
+        if owner is None:
+            memcpy(self._memory, address, self._size)
+        else:
+            view_memory(self, address, owner)
+        self._readonly = readonly
+        return self
+
+    @classmethod
+    def from_buffer(cls, buffer):
+        """Make a struct that is a view of a buffer's memory.
+
+        Parameters
+        ----------
+        buffer : bytes-like
+            Contiguous, of the size of the C struct in bytes, aligned as the C
+            struct. The export is held: what can be resized cannot be while the
+            struct exists.
+
+        Returns
+        -------
+        Struct
+            Of this class; read-only if `buffer` is.
+
+        Raises
+        ------
+        TypeError
+            If `buffer` has no buffer protocol.
+        ValueError
+            If its length, layout or alignment is wrong.
+        """
+        cdef Struct self = cls.__new__(cls)
+        cdef object view = PyMemoryView_FromObject(buffer)
+        cdef Py_buffer *raw = PyMemoryView_GET_BUFFER(view)
+        if raw.len != self._size:
+            raise ValueError(
+                f"buffer length must be {self._size} bytes, not {raw.len}")
+        if not PyBuffer_IsContiguous(raw, b"C"):
+            raise ValueError("buffer must be contiguous")
+        view_memory(self, <char *> raw.buf, view)
+        self._readonly = raw.readonly
+        return self
+
+    @classmethod
+    def from_data(cls, data):
+        """Make a struct that is a view of a NumPy array's memory.
+
+        Parameters
+        ----------
+        data : numpy.ndarray
+            A single element of this struct's dtype, such as
+            ``checkpoint_lock_args_dtype``.
+
+        Returns
+        -------
+        Struct
+            Of this class; read-only if `data` is.
+
+        Raises
+        ------
+        TypeError
+            If `data` is not an array.
+        ValueError
+            If its size or dtype is wrong.
+        """
+        numpy = sys.modules.get("numpy")
+        if numpy is None or not isinstance(data, numpy.ndarray):
+            raise TypeError("data argument must be a NumPy ndarray")
+        if data.size != 1:
+            raise ValueError("data array must have a size of 1")
+        if data.dtype != dtype(cls._dtype_name):
+            raise ValueError(f"data array must be of dtype {cls._dtype_name}")
+        return cls.from_buffer(data)
+
+    @property
+    def ptr(self):
+        """Address of the C struct (int)."""
+        return <size_t> self._memory
+
+    def __int__(self):
+        return <size_t> self._memory
+
+    def __eq__(self, other):
+        if not (isinstance(other, Struct)
+                and (isinstance(other, type(self))
+                     or isinstance(self, type(other)))):
+            return NotImplemented
+        cdef Struct that = other
+        return (memcmp(self._memory, that._memory, self._size) == 0
+                or self._content() == that._content())
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(
+            view, self, self._memory, self._size, self._readonly, flags)
+        if flags & PyBUF_FORMAT:
+            view.format = "b"  # as cuda.bindings has it
+
+    def __copy__(self):
+        cdef Struct copy = rebuild(type(self), *self._content())
+        copy._follow(self)
+        return copy
+
+    def __deepcopy__(self, memo):
+        return self.__copy__()
+
+    def __reduce__(self):
+        if self._has_bare_address():
+            raise TypeError(
+                f"cannot pickle a {type(self).__name__} that holds an address: "
+                "it means nothing in another process")
+        return rebuild, (type(self), *self._content())
+
+    cdef void _point_to(self, void *address) noexcept:
+        """Make `address` the memory of this struct."""
+        self._memory = <char *> address
+
+    cdef Py_ssize_t _alignment(self) noexcept:
+        return 8
+
+    cdef tuple _content(self):
+        """Return the content, owned addresses replaced by what they own."""
+        cdef bytes raw = PyBytes_FromStringAndSize(self._memory, self._size)
+        return raw, None, False
+
+    cdef bint _has_bare_address(self) noexcept:
+        return False
+
+    cdef void _follow(self, Struct source) noexcept:
+        """Take from the original what `_content` does not hold."""
+
+
+cdef class Uuid(Struct):
+    """UUID of a GPU (``CUuuid``).
+
+    Parameters
+    ----------
+    uuid : optional
+        Any form that `cuckpt.uuids.to_bytes` takes. Zeros if left out.
+    """
+
+    _dtype_name = "uuid_dtype"
+
+    def __cinit__(self):
+        self._size = sizeof(self._value)
+        self._point_to(&self._value)
+
+    def __init__(self, uuid=None):
+        if uuid is not None:
+            set_uuid(self, self._ptr, uuid)
+
+    @property
+    def bytes(self):
+        """The 16 bytes (bytes); set from any form of a UUID."""
+        return PyBytes_FromStringAndSize(self._memory, self._size)
+
+    @bytes.setter
+    def bytes(self, uuid):
+        set_uuid(self, self._ptr, uuid)
+
+    def __str__(self):
+        return uuids.to_text(self.bytes)
+
+    def __repr__(self):
+        return f"{type(self).__name__}('{self}')"
+
+    cdef void _point_to(self, void *address) noexcept:
+        self._memory = <char *> address
+        self._ptr = <CUuuid *> address
+
+    cdef Py_ssize_t _alignment(self) noexcept:
+        return 1
+
+
+cdef class CheckpointGpuPair(Struct):
+    """The GPU that was checkpointed and the GPU to restore onto.
+
+    Mirrors ``CUcheckpointGpuPair``.
+
+    Parameters
+    ----------
+    old, new : optional
+        Any forms that `cuckpt.uuids.to_bytes` takes; both or none. Zeros if
+        left out.
+    """
+
+    _dtype_name = "checkpoint_gpu_pair_dtype"
+
+    def __cinit__(self):
+        self._size = sizeof(self._value)
+        self._point_to(&self._value)
+
+    def __init__(self, old=None, new=None):
+        if old is None and new is None:
+            return
+        if old is None or new is None:
+            raise TypeError("a GPU pair needs both old and new, or neither")
+        set_uuid(self, &self._ptr.oldUuid, old)
+        set_uuid(self, &self._ptr.newUuid, new)
+
+    @property
+    def old_uuid(self):
+        """GPU that was checkpointed (`Uuid`): a view, which writes through."""
+        return uuid_view(self, &self._ptr.oldUuid)
+
+    @old_uuid.setter
+    def old_uuid(self, uuid):
+        set_uuid(self, &self._ptr.oldUuid, uuid)
+
+    @property
+    def new_uuid(self):
+        """GPU to restore onto (`Uuid`): a view, which writes through."""
+        return uuid_view(self, &self._ptr.newUuid)
+
+    @new_uuid.setter
+    def new_uuid(self, uuid):
+        set_uuid(self, &self._ptr.newUuid, uuid)
+
+    def __repr__(self):
+        return f"{type(self).__name__}('{self.old_uuid}', '{self.new_uuid}')"
+
+    cdef void _point_to(self, void *address) noexcept:
+        self._memory = <char *> address
+        self._ptr = <CUcheckpointGpuPair *> address
+
+    cdef Py_ssize_t _alignment(self) noexcept:
+        return 1
+
+
+cdef class CheckpointLockArgs(Struct):
+    """Arguments of `cuckpt.driver.checkpoint_process_lock`.
+
+    Mirrors ``CUcheckpointLockArgs``.
+
+    Parameters
+    ----------
+    timeout_ms : int
+        How long to wait for the process's GPU work to finish, in
+        milliseconds. 0 waits for ever.
+    """
+
+    _dtype_name = "checkpoint_lock_args_dtype"
+
+    def __cinit__(self):
+        self._size = sizeof(self._value)
+        self._point_to(&self._value)
+
+    def __init__(self, *, timeout_ms=0):
+        self.timeout_ms = timeout_ms
+
+    @property
+    def timeout_ms(self):
+        """How long to wait, in milliseconds (int); 0 waits for ever."""
+        return self._ptr.timeoutMs
+
+    @timeout_ms.setter
+    def timeout_ms(self, timeout_ms):
+        require_writable(self)
+        self._ptr.timeoutMs = as_uint32(timeout_ms, "timeout_ms")
+
+    def __repr__(self):
+        return f"{type(self).__name__}(timeout_ms={self.timeout_ms})"
+
+    cdef void _point_to(self, void *address) noexcept:
+        self._memory = <char *> address
+        self._ptr = <CUcheckpointLockArgs *> address
+
+
+cdef class CheckpointUnlockArgs(Struct):
+    """Arguments of `cuckpt.driver.checkpoint_process_unlock`: none yet.
+
+    Mirrors ``CUcheckpointUnlockArgs``.
+    """
+
+    _dtype_name = "checkpoint_unlock_args_dtype"
+
+    def __cinit__(self):
+        self._size = sizeof(self._value)
+        self._point_to(&self._value)
+
+    def __init__(self):
+        pass
+
+    def __repr__(self):
+        return f"{type(self).__name__}()"
+
+    cdef void _point_to(self, void *address) noexcept:
+        self._memory = <char *> address
+        self._ptr = <CUcheckpointUnlockArgs *> address
+
+
+cdef class CustomStorageArgs(Struct):
+    """What the arguments of checkpoint and restore share: custom storage.
+
+    With ``custom_storage=True`` the object has room for the driver's answer,
+    and after the call `custom_storage_info` is that answer. Such an object
+    serves one call at a time (RuntimeError).
+    """
+
+    @property
+    def custom_storage_info(self):
+        """What the driver mapped (`CheckpointCustomStorageInfo`), or None.
+
+        None before the call, after a failed call, and without
+        ``custom_storage=True``. If another binding made the call with this
+        object, read this before the operation is completed: the driver's
+        memory is copied at the first look.
+        """
+        if self._info is None and self._owns_cell() and self._cell != NULL:
+            self._info = CheckpointCustomStorageInfo.from_ptr(
+                <size_t> self._cell, True)
+            if self._cell.deviceCount == 0:
+                self._info._regions = ()
+        return self._info
+
+    @property
+    def custom_storage_info_out(self):
+        """Where the driver puts the address of its answer (int); 0 is none."""
+        return <size_t> self._out[0]
+
+    @custom_storage_info_out.setter
+    def custom_storage_info_out(self, address):
+        require_writable(self)
+        self._out[0] = <CUcheckpointCustomStorageInfo **> as_address(
+            address, "custom_storage_info_out")
+
+    cdef bint _owns_cell(self) noexcept:
+        return self._out[0] == &self._cell
+
+    cdef tuple _content(self):
+        cdef bytes raw
+        raw = PyBytes_FromStringAndSize(self._memory, self._size)
+        if self._owns_cell():
+            raw = without_address(raw, <char *> self._out - self._memory)
+        return raw, None, self._owns_cell()
+
+    cdef bint _has_bare_address(self) noexcept:
+        return self._out[0] != NULL and not self._owns_cell()
+
+
+cdef class CheckpointCheckpointArgs(CustomStorageArgs):
+    """Arguments of `cuckpt.driver.checkpoint_process_checkpoint`.
+
+    Mirrors ``CUcheckpointCheckpointArgs``.
+
+    Parameters
+    ----------
+    custom_storage : bool
+        False: the driver copies GPU memory to host memory. True: it maps GPU
+        memory for the caller (see `custom_storage_info`), who copies it and
+        then calls `cuckpt.driver.checkpoint_operation_complete`. Needs a
+        driver for CUDA 13.4 or later; an older one answers InvalidValueError.
+    """
+
+    _dtype_name = "checkpoint_checkpoint_args_dtype"
+
+    def __cinit__(self):
+        self._size = sizeof(self._value)
+        self._point_to(&self._value)
+
+    def __init__(self, *, custom_storage=False):
+        if as_bool(custom_storage, "custom_storage"):
+            answer_here(self)
+
+    def __repr__(self):
+        return f"{type(self).__name__}({custom_storage_repr(self)})"
+
+    cdef void _point_to(self, void *address) noexcept:
+        self._memory = <char *> address
+        self._ptr = <CUcheckpointCheckpointArgs *> address
+        self._out = &self._ptr.customStorageInfo_out
+
+
+cdef class CheckpointRestoreArgs(CustomStorageArgs):
+    """Arguments of `cuckpt.driver.checkpoint_process_restore`.
+
+    Mirrors ``CUcheckpointRestoreArgs``.
+
+    Parameters
+    ----------
+    gpu_pairs : iterable, optional
+        Which GPU to restore onto, for every checkpointed GPU: each a
+        `CheckpointGpuPair` or ``(old, new)``. None or empty: the same GPUs.
+    custom_storage : bool
+        False: the driver restores from host memory. True: it maps the GPU
+        memory for the caller (see `custom_storage_info`), who fills it and
+        then calls `cuckpt.driver.checkpoint_operation_complete`. Needs a
+        driver for CUDA 13.4 or later; an older one answers InvalidValueError.
+    """
+
+    _dtype_name = "checkpoint_restore_args_dtype"
+
+    def __cinit__(self):
+        self._size = sizeof(self._value)
+        self._point_to(&self._value)
+
+    def __init__(self, *, gpu_pairs=None, custom_storage=False):
+        if gpu_pairs is not None:
+            self.gpu_pairs = gpu_pairs
+        if as_bool(custom_storage, "custom_storage"):
+            answer_here(self)
+
+    @property
+    def gpu_pairs(self):
+        """Address of the array of pairs (int); 0 is none.
+
+        Set it to an iterable of `CheckpointGpuPair` or ``(old, new)``: they
+        are copied into memory that this object owns, and `gpu_pairs_count`
+        becomes their number. Set it to an address (int) to manage memory and
+        count yourself.
+
+        Raises
+        ------
+        TypeError
+            If set to something else.
+        ValueError
+            If a UUID is malformed, the object is read-only, or an iterable is
+            set on a view, which owns nothing.
+        """
+        return <size_t> self._ptr.gpuPairs
+
+    @gpu_pairs.setter
+    def gpu_pairs(self, gpu_pairs):
+        require_writable(self)
+        if PyIndex_Check(gpu_pairs):
+            self._ptr.gpuPairs = <CUcheckpointGpuPair *> as_address(
+                gpu_pairs, "gpu_pairs")
+            return
+        if self._owner is not None:
+            raise ValueError(
+                f"this {type(self).__name__} is a view and cannot own GPU "
+                "pairs; set an address, or make a CheckpointRestoreArgs(...)")
+        self._own_pairs(pack_pairs(gpu_pairs))
+
+    @property
+    def gpu_pairs_count(self):
+        """Number of pairs at `gpu_pairs` (int); 0 restores onto the same GPUs."""
+        return self._ptr.gpuPairsCount
+
+    @gpu_pairs_count.setter
+    def gpu_pairs_count(self, count):
+        require_writable(self)
+        self._ptr.gpuPairsCount = as_uint32(count, "gpu_pairs_count")
+
+    def __repr__(self):
+        shown = filter(None, (pairs_repr(self), custom_storage_repr(self)))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    cdef void _point_to(self, void *address) noexcept:
+        self._memory = <char *> address
+        self._ptr = <CUcheckpointRestoreArgs *> address
+        self._out = &self._ptr.customStorageInfo_out
+
+    cdef bint _owns_pairs(self) noexcept:
+        return self._pairs is not None and (
+            <char *> self._ptr.gpuPairs == PyBytes_AS_STRING(self._pairs))
+
+    cdef void _own_pairs(self, bytes pairs) noexcept:
+        """Point to `pairs`, an immutable copy that calls can share."""
+        self._ptr.gpuPairsCount = <unsigned int> (
+            len(pairs) // sizeof(CUcheckpointGpuPair))
+        self._ptr.gpuPairs = NULL
+        if pairs:
+            self._ptr.gpuPairs = <CUcheckpointGpuPair *> (
+                PyBytes_AS_STRING(pairs))
+        self._pairs = pairs
+
+    cdef tuple _content(self):
+        raw, _, custom_storage = CustomStorageArgs._content(self)
+        if not self._owns_pairs():
+            return raw, None, custom_storage
+        return without_address(raw, 0), self._pairs, custom_storage
+
+    cdef bint _has_bare_address(self) noexcept:
+        return CustomStorageArgs._has_bare_address(self) or (
+            self._ptr.gpuPairs != NULL and not self._owns_pairs())
+
+
+# The driver's info struct and its array are freed when the operation ends, so
+# they are copied when the call returns. The mapped GPU memory ends as well: an
+# attempt to complete, even a failed one, makes the regions' memory protocols
+# raise. Only a success uses up the handle; after an error one may try again.
+cdef class Operation:
+    """State of one custom-storage operation."""
+
+
+cdef class CheckpointCustomStorageInfo(Struct):
+    """What the driver mapped for a custom-storage operation.
+
+    Mirrors ``CUcheckpointCustomStorageInfo``. It comes from
+    `CheckpointCheckpointArgs.custom_storage_info` and is a copy, good for as
+    long as you like; the GPU memory that it names is mapped until
+    `cuckpt.driver.checkpoint_operation_complete`. Iterate over it for its
+    `per_device_data`.
+    """
+
+    _dtype_name = "checkpoint_custom_storage_info_dtype"
+
+    def __cinit__(self):
+        self._size = sizeof(self._value)
+        self._point_to(&self._value)
+
+    def __init__(self):
+        pass
+
+    @classmethod
+    def from_ptr(cls, ptr, readonly=False, owner=None):
+        """Make an info from the memory at an address, with its regions.
+
+        As `Struct.from_ptr`; the array of regions is copied in any case.
+        """
+        cdef CheckpointCustomStorageInfo self
+        self = Struct.from_ptr.__func__(cls, ptr, readonly, owner)
+        self._operation = operation(<size_t> self._ptr.handle)
+        if self._ptr.perDeviceData != NULL:
+            self._regions = tuple([
+                region(&self._ptr.perDeviceData[i], self._operation)
+                for i in range(self._ptr.deviceCount)
+            ])
+        return self
+
+    @property
+    def handle(self):
+        """What `checkpoint_operation_complete` takes (int)."""
+        return <size_t> self._ptr.handle
+
+    @property
+    def device_count(self):
+        """Number of regions (int)."""
+        return self._ptr.deviceCount
+
+    @property
+    def per_device_data(self):
+        """The regions, one for each GPU, in no particular order.
+
+        A tuple of `CheckpointCustomStoragePerDeviceData`.
+
+        Raises
+        ------
+        ValueError
+            If the info came neither from a driver call nor from `from_ptr`,
+            or has no array.
+        """
+        if self._regions is None:
+            raise ValueError(
+                "no per-device data: it comes from a driver call or from_ptr, "
+                "with an array that is not NULL")
+        return self._regions
+
+    def __len__(self):
+        return self._ptr.deviceCount
+
+    def __bool__(self):
+        return True
+
+    def __iter__(self):
+        return iter(self.per_device_data)
+
+    def __repr__(self):
+        return (f"<{type(self).__name__} handle={self.handle:#x} "
+                f"device_count={self.device_count}>")
+
+    cdef void _point_to(self, void *address) noexcept:
+        self._memory = <char *> address
+        self._ptr = <CUcheckpointCustomStorageInfo *> address
+
+    cdef bint _has_bare_address(self) noexcept:
+        return self._ptr.handle != NULL or self._ptr.perDeviceData != NULL
+
+    cdef void _follow(self, Struct source) noexcept:
+        self._regions = (<CheckpointCustomStorageInfo> source)._regions
+        self._operation = (<CheckpointCustomStorageInfo> source)._operation
+        self._readonly = source._readonly
+
+
+cdef class CheckpointCustomStoragePerDeviceData(Struct):
+    """GPU memory of the target, mapped on one of the caller's GPUs.
+
+    Mirrors ``CUcheckpointCustomStoragePerDeviceData``. Anything that takes the
+    CUDA array interface takes it as a one-dimensional array of bytes, to be
+    read after a checkpoint and filled after a restore. Which GPU it lies on
+    follows from `stream`.
+    """
+
+    _dtype_name = "checkpoint_custom_storage_per_device_data_dtype"
+
+    def __cinit__(self):
+        self._size = sizeof(self._value)
+        self._point_to(&self._value)
+
+    def __init__(self):
+        pass
+
+    @property
+    def dev_ptr(self):
+        """Device address (int)."""
+        return self._ptr.devPtr
+
+    @property
+    def size(self):
+        """Size in bytes (int)."""
+        return self._ptr.size
+
+    @property
+    def stream(self):
+        """Stream of that GPU's primary context (int).
+
+        The driver waits for it before it completes the operation.
+        """
+        return <size_t> self._ptr.stream
+
+    @property
+    def __cuda_array_interface__(self):
+        """The memory as bytes, by version 3 of the CUDA array interface.
+
+        Raises
+        ------
+        ValueError
+            If completion of the operation has been attempted: the memory is
+            not mapped any more.
+        """
+        if self._operation is not None and self._operation.ended:
+            raise ValueError(
+                "this GPU memory is not mapped any more: its operation has "
+                "been completed, or an attempt was made")
+        return {
+            "version": 3,
+            "shape": (self._ptr.size,),
+            "typestr": "|u1",
+            "data": (self._ptr.devPtr, False),
+            "strides": None,
+            "stream": <size_t> self._ptr.stream or None,
+        }
+
+    def __repr__(self):
+        return (f"<{type(self).__name__} dev_ptr={self.dev_ptr:#x} "
+                f"size={self.size} stream={self.stream:#x}>")
+
+    cdef void _point_to(self, void *address) noexcept:
+        self._memory = <char *> address
+        self._ptr = <CUcheckpointCustomStoragePerDeviceData *> address
+
+    cdef bint _has_bare_address(self) noexcept:
+        return self._ptr.devPtr != 0 or self._ptr.stream != NULL
+
+    cdef void _follow(self, Struct source) noexcept:
+        self._operation = (
+            (<CheckpointCustomStoragePerDeviceData> source)._operation)
+        self._readonly = source._readonly
+
+
+def __getattr__(name):
+    # The dtypes are made when asked for: importing cuckpt imports no NumPy.
+    if name in DTYPES:
+        return dtype(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def rebuild(cls, content, pairs, custom_storage):
+    """Make a struct from what its `_content` was: for copy and pickle."""
+    cdef Struct self = cls.__new__(cls)
+    cdef bytes raw = content
+    if len(raw) != self._size:
+        raise ValueError(
+            f"{cls.__name__} has {self._size} bytes, not {len(raw)}")
+    memcpy(self._memory, PyBytes_AS_STRING(raw), self._size)
+    if pairs is not None:
+        (<CheckpointRestoreArgs?> self)._own_pairs(pairs)
+    if custom_storage:
+        answer_here(self)
+    return self
+
+
+cdef inline int require_writable(Struct self) except -1:
+    if self._readonly:
+        raise ValueError(f"this {type(self).__name__} instance is read-only")
+    return 0
+
+
+cdef int view_memory(Struct self, char *address, object owner) except -1:
+    if <size_t> address % <size_t> self._alignment() != 0:
+        raise ValueError(
+            f"{type(self).__name__} needs memory aligned to "
+            f"{self._alignment()} bytes")
+    self._owner = owner
+    self._point_to(address)
+    return 0
+
+
+cdef bint as_bool(object value, str name) except -1:
+    if value is True or value is False:
+        return value is True
+    raise TypeError(f"{name} must be a bool, not {type(value).__name__}")
+
+
+cdef int answer_here(CustomStorageArgs self) except -1:
+    require_writable(self)
+    if self._owner is not None:
+        raise ValueError(
+            f"this {type(self).__name__} is a view and cannot own the place of "
+            "the driver's answer; set custom_storage_info_out to an address")
+    self._out[0] = &self._cell
+    return 0
+
+
+cdef str custom_storage_repr(CustomStorageArgs self):
+    if self._out[0] == NULL:
+        return ""
+    if self._owns_cell():
+        return "custom_storage=True"
+    return f"custom_storage_info_out={self.custom_storage_info_out:#x}"
+
+
+cdef str pairs_repr(CheckpointRestoreArgs self):
+    cdef CUcheckpointRestoreArgs *args = self._ptr
+    if args.gpuPairs == NULL and args.gpuPairsCount == 0:
+        return ""
+    cdef Py_ssize_t count = args.gpuPairsCount
+    if self._owns_pairs() and count * 32 == len(self._pairs):
+        shown = ", ".join([
+            f"('{uuids.to_text(self._pairs[at:at + 16])}', "
+            f"'{uuids.to_text(self._pairs[at + 16:at + 32])}')"
+            for at in range(0, len(self._pairs), 32)
+        ])
+        return f"gpu_pairs=[{shown}]"
+    return f"gpu_pairs={self.gpu_pairs:#x}, gpu_pairs_count={count}"
+
+
+cdef bytes without_address(bytes raw, Py_ssize_t offset):
+    return raw[:offset] + bytes(sizeof(void *)) + raw[offset + sizeof(void *):]
+
+
+cdef int set_uuid(Struct self, CUuuid *target, object uuid) except -1:
+    require_writable(self)
+    cdef bytes content
+    if isinstance(uuid, Uuid):
+        memmove(target, (<Uuid> uuid)._ptr, sizeof(CUuuid))
+        return 0
+    if type(uuid) is bytes and len(<bytes> uuid) == sizeof(CUuuid):
+        content = uuid
+    else:
+        content = uuids.to_bytes(uuid)
+    memcpy(target, PyBytes_AS_STRING(content), sizeof(CUuuid))
+    return 0
+
+
+cdef Uuid uuid_view(CheckpointGpuPair pair, CUuuid *uuid):
+    cdef Uuid view = Uuid.__new__(Uuid)
+    view._point_to(uuid)
+    view._owner = pair
+    view._readonly = pair._readonly
+    return view
+
+
+cdef bytes pack_pairs(object pairs):
+    if isinstance(pairs, (str, bytes, bytearray, dict)):
+        raise TypeError(
+            "gpu_pairs must be an iterable of CheckpointGpuPair or (old, new), "
+            f"or an address, not {type(pairs).__name__}"
+            + ("; pass its items()" if isinstance(pairs, dict) else ""))
+    cdef bytes packed = b"".join([pack_pair(pair) for pair in pairs])
+    if len(packed) // sizeof(CUcheckpointGpuPair) > UINT32_MAX:
+        raise OverflowError("too many GPU pairs")
+    return packed
+
+
+cdef bytes pack_pair(object pair):
+    for old, new in (("old_uuid", "new_uuid"), ("oldUuid", "newUuid")):
+        if hasattr(pair, old):  # a pair of cuckpt, of v2, of v1
+            pair = getattr(pair, old), getattr(pair, new)
+            break
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(
+            "each of gpu_pairs must be a CheckpointGpuPair or (old, new), not "
+            f"{pair!r}")
+    return uuids.to_bytes(pair[0]) + uuids.to_bytes(pair[1])
+
+
+cdef CheckpointCustomStoragePerDeviceData region(
+        CUcheckpointCustomStoragePerDeviceData *source, Operation operation):
+    cdef CheckpointCustomStoragePerDeviceData self
+    self = CheckpointCustomStoragePerDeviceData.__new__(
+        CheckpointCustomStoragePerDeviceData)
+    self._value = source[0]
+    self._operation = operation
+    self._readonly = True
+    return self
+
+
+# The operations that somebody still holds an info or a region of, by handle.
+cdef object operations = None
+
+
+cdef Operation operation(size_t handle):
+    """Return the operation that a handle names; a new one if there is none."""
+    global operations
+    if operations is None:
+        from weakref import WeakValueDictionary
+
+        operations = WeakValueDictionary()
+    cdef Operation known = known_operation(handle)
+    if known is None or known.ended:
+        known = operations[handle] = Operation()
+    return known
+
+
+cdef Operation known_operation(size_t handle):
+    return None if operations is None else operations.get(handle)
+
+
+cdef void forget_operation(size_t handle, Operation operation):
+    if known_operation(handle) is operation:
+        del operations[handle]
+
+
+cdef object dtype(str name):
+    import numpy
+
+    return numpy.dtype(DTYPES[name])
+
+
+# Named and laid out as in cuda.bindings, with its padding fields.
+UUID = [("bytes", "i1", (16,))]
+DTYPES = {
+    "uuid_dtype": UUID,
+    "checkpoint_gpu_pair_dtype": [("old_uuid", UUID), ("new_uuid", UUID)],
+    "checkpoint_lock_args_dtype": [
+        ("timeout_ms", "u4"),
+        ("reserved0", "u4"),
+        ("reserved1", "u8", (7,)),
+    ],
+    "checkpoint_checkpoint_args_dtype": [
+        ("custom_storage_info_out", "i8"),
+        ("reserved", "i1", (56,)),
+    ],
+    "checkpoint_restore_args_dtype": [
+        ("gpu_pairs", "i8"),
+        ("gpu_pairs_count", "u4"),
+        ("padding0", "u4"),
+        ("custom_storage_info_out", "i8"),
+        ("reserved", "i1", (40,)),
+    ],
+    "checkpoint_unlock_args_dtype": [("reserved", "u8", (8,))],
+    "checkpoint_custom_storage_info_dtype": [
+        ("handle", "i8"),
+        ("per_device_data", "i8"),
+        ("device_count", "u4"),
+        ("padding0", "u4"),
+    ],
+    "checkpoint_custom_storage_per_device_data_dtype": [
+        ("dev_ptr", "u8"),
+        ("size", "u8"),
+        ("stream", "i8"),
+    ],
+}
