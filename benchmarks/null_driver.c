@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SUCCESS = 0, INVALID_VALUE = 1 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, OPERATING_SYSTEM = 304 };
 enum { SYMBOL_FOUND = 0, SYMBOL_NOT_FOUND = 1 };
 
 typedef int (*hook)(const char *call, int pid, void *argument);
@@ -24,6 +24,13 @@ __attribute__((constructor)) static void read_version(void)
     const char *version = getenv("NULL_DRIVER_VERSION");
     if (version)
         null_driver_version = atoi(version);
+}
+
+/* A hook: there is no such process. */
+int null_driver_fails(const char *call, int pid, void *argument)
+{
+    (void)call, (void)pid, (void)argument;
+    return OPERATING_SYSTEM;
 }
 
 static int answer(const char *call, int pid, void *argument)

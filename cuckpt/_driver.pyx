@@ -18,14 +18,74 @@ from cuckpt.errors import (
 )
 
 
-cdef extern from * nogil:
+# Every function once: its name, the version that cuGetProcAddress is asked for,
+# its parameters. Each has a pointer, which stands at first for a function that
+# finds the real one and puts it there; so a later call is a jump.
+cdef extern from *:
     """
-    #define cuckpt_load_acquire(slot) __atomic_load_n((slot), __ATOMIC_ACQUIRE)
-    #define cuckpt_store_release(slot, value) \\
-        __atomic_store_n((slot), (value), __ATOMIC_RELEASE)
+    static void *(*cuckpt_find)(const char *name, int version);
+
+    #define CUCKPT_FUNCTION(name, version, parameters, arguments)          \
+        static int cuckpt_first_##name parameters;                         \
+        static int (*cuckpt_##name) parameters = cuckpt_first_##name;      \
+        static int cuckpt_first_##name parameters                          \
+        {                                                                  \
+            int (*found) parameters =                                      \
+                (int (*) parameters) cuckpt_find(#name, version);          \
+            if (!found)                                                    \
+                return 500; /* CUDA_ERROR_NOT_FOUND, and an exception */   \
+            __atomic_store_n(&cuckpt_##name, found, __ATOMIC_RELEASE);     \
+            return found arguments;                                        \
+        }
+    #define CUCKPT_CALL(name) __atomic_load_n(&cuckpt_##name, __ATOMIC_ACQUIRE)
+
+    CUCKPT_FUNCTION(cuInit, 2000, (unsigned f), (f))
+    CUCKPT_FUNCTION(cuDriverGetVersion, 2020, (int *v), (v))
+    CUCKPT_FUNCTION(cuDeviceGetCount, 2000, (int *c), (c))
+    CUCKPT_FUNCTION(cuDeviceGet, 2000, (int *d, int o), (d, o))
+    CUCKPT_FUNCTION(cuDeviceGetUuid, 11040, (void *u, int d), (u, d))
+    CUCKPT_FUNCTION(cuDevicePrimaryCtxRetain, 7000, (void **c, int d), (c, d))
+    CUCKPT_FUNCTION(cuDevicePrimaryCtxRelease, 11000, (int d), (d))
+    CUCKPT_FUNCTION(cuCheckpointProcessGetState, 12080, (int p, void *s), (p, s))
+    CUCKPT_FUNCTION(cuCheckpointProcessGetRestoreThreadId, 12080,
+                    (int p, int *t), (p, t))
+    CUCKPT_FUNCTION(cuCheckpointProcessLock, 12080, (int p, void *a), (p, a))
+    CUCKPT_FUNCTION(cuCheckpointProcessCheckpoint, 12080,
+                    (int p, void *a), (p, a))
+    CUCKPT_FUNCTION(cuCheckpointProcessRestore, 12080, (int p, void *a), (p, a))
+    CUCKPT_FUNCTION(cuCheckpointProcessUnlock, 12080, (int p, void *a), (p, a))
+    CUCKPT_FUNCTION(cuCheckpointOperationComplete, 13040, (void *h), (h))
     """
-    void *load_acquire "cuckpt_load_acquire"(void **slot)
-    void store_release "cuckpt_store_release"(void **slot, void *value)
+    void *(*cuckpt_find)(const char *, int) noexcept nogil
+
+    CUresult call_init "CUCKPT_CALL(cuInit)" (
+        unsigned int) noexcept nogil
+    CUresult call_version "CUCKPT_CALL(cuDriverGetVersion)" (
+        int *) noexcept nogil
+    CUresult call_count "CUCKPT_CALL(cuDeviceGetCount)" (
+        int *) noexcept nogil
+    CUresult call_device "CUCKPT_CALL(cuDeviceGet)" (
+        CUdevice *, int) noexcept nogil
+    CUresult call_uuid "CUCKPT_CALL(cuDeviceGetUuid)" (
+        CUuuid *, CUdevice) noexcept nogil
+    CUresult call_retain "CUCKPT_CALL(cuDevicePrimaryCtxRetain)" (
+        CUcontext *, CUdevice) noexcept nogil
+    CUresult call_release "CUCKPT_CALL(cuDevicePrimaryCtxRelease)" (
+        CUdevice) noexcept nogil
+    CUresult call_state "CUCKPT_CALL(cuCheckpointProcessGetState)" (
+        int, CUprocessState *) noexcept nogil
+    CUresult call_tid "CUCKPT_CALL(cuCheckpointProcessGetRestoreThreadId)" (
+        int, int *) noexcept nogil
+    CUresult call_lock "CUCKPT_CALL(cuCheckpointProcessLock)" (
+        int, CUcheckpointLockArgs *) noexcept nogil
+    CUresult call_checkpoint "CUCKPT_CALL(cuCheckpointProcessCheckpoint)" (
+        int, CUcheckpointCheckpointArgs *) noexcept nogil
+    CUresult call_restore "CUCKPT_CALL(cuCheckpointProcessRestore)" (
+        int, CUcheckpointRestoreArgs *) noexcept nogil
+    CUresult call_unlock "CUCKPT_CALL(cuCheckpointProcessUnlock)" (
+        int, CUcheckpointUnlockArgs *) noexcept nogil
+    CUresult call_complete "CUCKPT_CALL(cuCheckpointOperationComplete)" (
+        CUcheckpointOperationHandle) noexcept nogil
 
 
 cdef extern from "<dlfcn.h>":
@@ -50,132 +110,79 @@ cdef void *library = NULL
 cdef GetProcAddress get_proc_address = NULL
 
 
-# The functions, in the order of _driver.pxd. The slot of each is written once.
-
-cdef void *init_slot
-cdef void *driver_get_version_slot
-cdef void *device_get_count_slot
-cdef void *device_get_slot
-cdef void *device_get_uuid_slot
-cdef void *primary_ctx_retain_slot
-cdef void *primary_ctx_release_slot
-cdef void *get_state_slot
-cdef void *get_restore_thread_id_slot
-cdef void *lock_slot
-cdef void *checkpoint_slot
-cdef void *restore_slot
-cdef void *unlock_slot
-cdef void *complete_slot
-
-
 cdef CUresult cuInit(unsigned int Flags) except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(unsigned int) noexcept nogil>
-            function(&init_slot, b"cuInit", 2000))(Flags)
+    return call_init(Flags)
 
 
 cdef CUresult cuDriverGetVersion(int *driverVersion) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(int *) noexcept nogil>
-            function(&driver_get_version_slot, b"cuDriverGetVersion", 2020)
-            )(driverVersion)
+    return call_version(driverVersion)
 
 
 cdef CUresult cuDeviceGetCount(int *count) except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(int *) noexcept nogil>
-            function(&device_get_count_slot, b"cuDeviceGetCount", 2000)
-            )(count)
+    return call_count(count)
 
 
 cdef CUresult cuDeviceGet(CUdevice *device, int ordinal) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(CUdevice *, int) noexcept nogil>
-            function(&device_get_slot, b"cuDeviceGet", 2000)
-            )(device, ordinal)
+    return call_device(device, ordinal)
 
 
 cdef CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice dev) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(CUuuid *, CUdevice) noexcept nogil>
-            function(&device_get_uuid_slot, b"cuDeviceGetUuid", 11040)
-            )(uuid, dev)
+    return call_uuid(uuid, dev)
 
 
 cdef CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(CUcontext *, CUdevice) noexcept nogil>
-            function(&primary_ctx_retain_slot, b"cuDevicePrimaryCtxRetain",
-                     7000))(pctx, dev)
+    return call_retain(pctx, dev)
 
 
 cdef CUresult cuDevicePrimaryCtxRelease(CUdevice dev) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(CUdevice) noexcept nogil>
-            function(&primary_ctx_release_slot, b"cuDevicePrimaryCtxRelease",
-                     11000))(dev)
+    return call_release(dev)
 
 
 cdef CUresult cuCheckpointProcessGetState(int pid, CUprocessState *state) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(int, CUprocessState *) noexcept nogil>
-            function(&get_state_slot, b"cuCheckpointProcessGetState", 12080)
-            )(pid, state)
+    return call_state(pid, state)
 
 
 cdef CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *tid) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(int, int *) noexcept nogil>
-            function(&get_restore_thread_id_slot,
-                     b"cuCheckpointProcessGetRestoreThreadId", 12080)
-            )(pid, tid)
+    return call_tid(pid, tid)
 
 
 cdef CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(int, CUcheckpointLockArgs *) noexcept nogil>
-            function(&lock_slot, b"cuCheckpointProcessLock", 12080)
-            )(pid, args)
+    return call_lock(pid, args)
 
 
 cdef CUresult cuCheckpointProcessCheckpoint(
         int pid, CUcheckpointCheckpointArgs *args) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(int, CUcheckpointCheckpointArgs *) noexcept nogil>
-            function(&checkpoint_slot, b"cuCheckpointProcessCheckpoint", 12080)
-            )(pid, args)
+    return call_checkpoint(pid, args)
 
 
 cdef CUresult cuCheckpointProcessRestore(
         int pid, CUcheckpointRestoreArgs *args) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(int, CUcheckpointRestoreArgs *) noexcept nogil>
-            function(&restore_slot, b"cuCheckpointProcessRestore", 12080)
-            )(pid, args)
+    return call_restore(pid, args)
 
 
 cdef CUresult cuCheckpointProcessUnlock(
         int pid, CUcheckpointUnlockArgs *args) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(int, CUcheckpointUnlockArgs *) noexcept nogil>
-            function(&unlock_slot, b"cuCheckpointProcessUnlock", 12080)
-            )(pid, args)
+    return call_unlock(pid, args)
 
 
 cdef CUresult cuCheckpointOperationComplete(
         CUcheckpointOperationHandle handle) \
         except ?CUDA_ERROR_NOT_FOUND nogil:
-    return (<CUresult (*)(CUcheckpointOperationHandle) noexcept nogil>
-            function(&complete_slot, b"cuCheckpointOperationComplete", 13040)
-            )(handle)
+    return call_complete(handle)
 
 
-cdef inline void *function(void **slot, const char *name, int version) \
-        except NULL nogil:
-    cdef void *found = load_acquire(slot)
-    return found if found != NULL else find(slot, name, version)
-
-
-cdef void *find(void **slot, const char *name, int version) \
-        except NULL with gil:
+cdef void *find(const char *name, int version) except NULL with gil:
     cdef void *found = look_up(name, version)
     if found == NULL:
         raise catchable(FunctionNotFoundError)(
@@ -183,8 +190,10 @@ cdef void *find(void **slot, const char *name, int version) \
             f"({library_path()}, {driver_version()}); it needs "
             f"CUDA {dotted(version)} or later"
         )
-    store_release(slot, found)
     return found
+
+
+cuckpt_find = <void *(*)(const char *, int) noexcept nogil> find
 
 
 cdef bint has_function(const char *name, int version) except -1:

@@ -45,8 +45,10 @@ from cuckpt.structs cimport (
     CheckpointUnlockArgs,
     CustomStorageArgs,
     Operation,
+    Pointees,
     Struct,
     Uuid,
+    copy_answer,
     forget_operation,
     known_operation,
 )
@@ -425,21 +427,12 @@ def checkpoint_process_checkpoint(pid, args=None):
     cuCheckpointProcessCheckpoint : the C function.
     """
     cdef int c_pid = as_int32(pid, "pid")
-    cdef CUcheckpointCheckpointArgs c_args
-    cdef CUcheckpointCheckpointArgs *p_args = NULL
-    cdef CUcheckpointCustomStorageInfo *cell = NULL
-    cdef CustomStorageArgs asker = None
     cdef CUresult result
-    if snapshot(args, CheckpointCheckpointArgs, &c_args):
-        p_args = &c_args
-        asker = redirect(args, &c_args.customStorageInfo_out, &cell)
-    try:
-        with nogil:
-            result = cuCheckpointProcessCheckpoint(c_pid, p_args)
-    finally:
-        end_call(asker)
+    if args is not None:
+        return checkpoint_with(args, c_pid)
+    with nogil:
+        result = cuCheckpointProcessCheckpoint(c_pid, NULL)
     check_process(result, "cuCheckpointProcessCheckpoint", c_pid)
-    take_answer(asker, cell)
 
 
 def checkpoint_process_restore(pid, args=None):
@@ -484,23 +477,12 @@ def checkpoint_process_restore(pid, args=None):
     cuCheckpointProcessRestore : the C function.
     """
     cdef int c_pid = as_int32(pid, "pid")
-    cdef CUcheckpointRestoreArgs c_args
-    cdef CUcheckpointRestoreArgs *p_args = NULL
-    cdef CUcheckpointCustomStorageInfo *cell = NULL
-    cdef CustomStorageArgs asker = None
-    cdef bytes pairs = None  # the array at gpuPairs: alive during the call
     cdef CUresult result
-    if snapshot(args, CheckpointRestoreArgs, &c_args):
-        p_args = &c_args
-        pairs = checked_pairs(args, p_args)
-        asker = redirect(args, &c_args.customStorageInfo_out, &cell)
-    try:
-        with nogil:
-            result = cuCheckpointProcessRestore(c_pid, p_args)
-    finally:
-        end_call(asker)
+    if args is not None:
+        return restore_with(args, c_pid)
+    with nogil:
+        result = cuCheckpointProcessRestore(c_pid, NULL)
     check_process(result, "cuCheckpointProcessRestore", c_pid)
-    take_answer(asker, cell)
 
 
 def checkpoint_process_unlock(pid, args=None):
@@ -664,63 +646,104 @@ cdef void *foreign_address(object args, type cls) except? NULL:
         f"address of one, not {type(args).__name__}")
 
 
+# A custom-storage call answers into the caller's stack frame, not into the args
+# object: another thread may use the object meanwhile, and the call may fail.
+
+cdef object checkpoint_with(object args, int pid):
+    cdef CUcheckpointCheckpointArgs c_args
+    cdef CUcheckpointCheckpointArgs *p_args = NULL
+    cdef CUcheckpointCustomStorageInfo *cell = NULL
+    cdef Pointees asker = None
+    cdef CUresult result
+    if snapshot(args, CheckpointCheckpointArgs, &c_args):
+        p_args = &c_args
+        if c_args.customStorageInfo_out != NULL:
+            asker = redirect(args, &c_args.customStorageInfo_out, &cell)
+    try:
+        with nogil:
+            result = cuCheckpointProcessCheckpoint(pid, p_args)
+    finally:
+        end_call(asker)
+    check_process(result, "cuCheckpointProcessCheckpoint", pid)
+    take_answer(asker, cell)
+
+
+cdef object restore_with(object args, int pid):
+    cdef CUcheckpointRestoreArgs c_args
+    cdef CUcheckpointRestoreArgs *p_args = NULL
+    cdef CUcheckpointCustomStorageInfo *cell = NULL
+    cdef Pointees asker = None
+    cdef bytes pairs = None  # the array at gpuPairs: alive during the call
+    cdef CUresult result
+    if snapshot(args, CheckpointRestoreArgs, &c_args):
+        p_args = &c_args
+        if c_args.gpuPairs != NULL or c_args.gpuPairsCount != 0:
+            pairs = checked_pairs(args, p_args)
+        if c_args.customStorageInfo_out != NULL:
+            asker = redirect(args, &c_args.customStorageInfo_out, &cell)
+    try:
+        with nogil:
+            result = cuCheckpointProcessRestore(pid, p_args)
+    finally:
+        end_call(asker)
+    check_process(result, "cuCheckpointProcessRestore", pid)
+    take_answer(asker, cell)
+
+
 cdef bytes checked_pairs(object args, CUcheckpointRestoreArgs *c_args):
     """Return the pairs that `args` owns, or None.
 
     A count without pairs is refused: libcuda would read from address 0.
     """
     cdef unsigned int count = c_args.gpuPairsCount
-    if count != 0 and c_args.gpuPairs == NULL:
+    if c_args.gpuPairs == NULL:
         raise ValueError(f"gpu_pairs_count is {count}, but gpu_pairs is not set")
     if not isinstance(args, CheckpointRestoreArgs):
         return None
     cdef CheckpointRestoreArgs own = args
     if not own._owns_pairs():
         return None
-    owned = PyBytes_GET_SIZE(own._pairs) // sizeof(CUcheckpointGpuPair)
+    cdef bytes pairs = own._pointees.pairs
+    owned = PyBytes_GET_SIZE(pairs) // sizeof(CUcheckpointGpuPair)
     if count > owned:
         raise ValueError(
             f"gpu_pairs_count is {count}, but gpu_pairs has {owned}")
-    return own._pairs
+    return pairs
 
 
-# A custom-storage call answers into the caller's stack frame, not into the args
-# object: another thread may use the object meanwhile, and the call may fail.
-
-cdef CustomStorageArgs redirect(
+cdef Pointees redirect(
         object args, CUcheckpointCustomStorageInfo ***out,
         CUcheckpointCustomStorageInfo **cell):
-    """Let the driver answer into `cell`, and return the asker.
+    """Let the driver answer into `cell`, and return who will keep the answer.
 
-    None if `args` does not keep the answer itself.
+    None if `args` does not keep it.
     """
     if not isinstance(args, CustomStorageArgs):
         return None
-    cdef CustomStorageArgs asker = args
-    if not asker._owns_cell():
+    if not (<CustomStorageArgs> args)._owns_cell():
         return None
-    if asker._in_call:
+    cdef Pointees asker = (<CustomStorageArgs> args)._pointees
+    if asker.in_call:
         raise RuntimeError(
             "this args object serves another call at the moment; with custom "
             "storage, give each call its own")
-    asker._in_call = True
-    asker._cell = NULL
-    asker._info = None
+    asker.in_call = True
+    asker.cell = NULL
+    asker.info = None
     out[0] = cell
     return asker
 
 
-cdef inline void end_call(CustomStorageArgs asker) noexcept:
+cdef inline void end_call(Pointees asker) noexcept:
     if asker is not None:
-        asker._in_call = False
+        asker.in_call = False
 
 
 cdef inline int take_answer(
-        CustomStorageArgs asker, CUcheckpointCustomStorageInfo *cell
-        ) except -1:
+        Pointees asker, CUcheckpointCustomStorageInfo *cell) except -1:
     if asker is not None:
-        asker._cell = cell
-        asker.custom_storage_info  # copies it now
+        asker.cell = cell
+        copy_answer(asker)
     return 0
 
 

@@ -10,6 +10,19 @@ from cuckpt._driver cimport (
 )
 
 
+cdef class CheckpointCustomStorageInfo
+
+
+# What an args object owns beside its struct: made when first needed. It stands
+# in the base class because every class with object fields of its own makes its
+# objects slower to free.
+cdef class Pointees:
+    cdef bytes pairs
+    cdef CUcheckpointCustomStorageInfo *cell
+    cdef CheckpointCustomStorageInfo info
+    cdef bint in_call
+
+
 # In every class `_ptr` is the struct: `_value` inside the object, or memory that
 # `_owner` keeps alive. It is never NULL and never changes once the object is
 # made. `_memory` and `_size` are the same memory, for what all classes share.
@@ -18,6 +31,7 @@ cdef class Struct:
     cdef char *_memory
     cdef Py_ssize_t _size
     cdef object _owner
+    cdef Pointees _pointees
     cdef bint _readonly
 
     cdef void _point_to(self, void *address) noexcept
@@ -48,13 +62,10 @@ cdef class CheckpointUnlockArgs(Struct):
 
 
 # Arguments of the two calls that can hand out custom storage. `_out` is the
-# field customStorageInfo_out; when it holds the address of `_cell`, the driver
-# answers there.
+# field customStorageInfo_out; when it holds the address of `_pointees.cell`,
+# the driver answers there.
 cdef class CustomStorageArgs(Struct):
     cdef CUcheckpointCustomStorageInfo ***_out
-    cdef CUcheckpointCustomStorageInfo *_cell
-    cdef CheckpointCustomStorageInfo _info
-    cdef bint _in_call
 
     cdef bint _owns_cell(self) noexcept
 
@@ -67,10 +78,8 @@ cdef class CheckpointCheckpointArgs(CustomStorageArgs):
 cdef class CheckpointRestoreArgs(CustomStorageArgs):
     cdef CUcheckpointRestoreArgs _value
     cdef CUcheckpointRestoreArgs *_ptr
-    cdef bytes _pairs
 
     cdef bint _owns_pairs(self) noexcept
-    cdef void _own_pairs(self, bytes pairs) noexcept
 
 
 # One custom-storage operation, shared by its info and its regions.
@@ -93,5 +102,6 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
     cdef Operation _operation
 
 
+cdef CheckpointCustomStorageInfo copy_answer(Pointees own)
 cdef Operation known_operation(size_t handle)
 cdef void forget_operation(size_t handle, Operation operation)

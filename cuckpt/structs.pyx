@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 
+cdef class Pointees:
+    """What an args object owns beside its struct."""
+
+
 cdef class Struct:
     """What the struct classes share. Not to be created itself.
 
@@ -226,7 +230,7 @@ cdef class Uuid(Struct):
 
     def __cinit__(self):
         self._size = sizeof(self._value)
-        self._point_to(&self._value)
+        Uuid._point_to(self, &self._value)
 
     def __init__(self, uuid=None):
         if uuid is not None:
@@ -271,7 +275,7 @@ cdef class CheckpointGpuPair(Struct):
 
     def __cinit__(self):
         self._size = sizeof(self._value)
-        self._point_to(&self._value)
+        CheckpointGpuPair._point_to(self, &self._value)
 
     def __init__(self, old=None, new=None):
         if old is None and new is None:
@@ -326,10 +330,10 @@ cdef class CheckpointLockArgs(Struct):
 
     def __cinit__(self):
         self._size = sizeof(self._value)
-        self._point_to(&self._value)
+        CheckpointLockArgs._point_to(self, &self._value)
 
     def __init__(self, *, timeout_ms=0):
-        self.timeout_ms = timeout_ms
+        set_timeout(self, timeout_ms)
 
     @property
     def timeout_ms(self):
@@ -338,8 +342,7 @@ cdef class CheckpointLockArgs(Struct):
 
     @timeout_ms.setter
     def timeout_ms(self, timeout_ms):
-        require_writable(self)
-        self._ptr.timeoutMs = as_uint32(timeout_ms, "timeout_ms")
+        set_timeout(self, timeout_ms)
 
     def __repr__(self):
         return f"{type(self).__name__}(timeout_ms={self.timeout_ms})"
@@ -359,7 +362,7 @@ cdef class CheckpointUnlockArgs(Struct):
 
     def __cinit__(self):
         self._size = sizeof(self._value)
-        self._point_to(&self._value)
+        CheckpointUnlockArgs._point_to(self, &self._value)
 
     def __init__(self):
         pass
@@ -389,12 +392,7 @@ cdef class CustomStorageArgs(Struct):
         object, read this before the operation is completed: the driver's
         memory is copied at the first look.
         """
-        if self._info is None and self._owns_cell() and self._cell != NULL:
-            self._info = CheckpointCustomStorageInfo.from_ptr(
-                <size_t> self._cell, True)
-            if self._cell.deviceCount == 0:
-                self._info._regions = ()
-        return self._info
+        return copy_answer(self._pointees) if self._owns_cell() else None
 
     @property
     def custom_storage_info_out(self):
@@ -408,7 +406,8 @@ cdef class CustomStorageArgs(Struct):
             address, "custom_storage_info_out")
 
     cdef bint _owns_cell(self) noexcept:
-        return self._out[0] == &self._cell
+        return self._pointees is not None and (
+            self._out[0] == &self._pointees.cell)
 
     cdef tuple _content(self):
         cdef bytes raw
@@ -439,7 +438,7 @@ cdef class CheckpointCheckpointArgs(CustomStorageArgs):
 
     def __cinit__(self):
         self._size = sizeof(self._value)
-        self._point_to(&self._value)
+        CheckpointCheckpointArgs._point_to(self, &self._value)
 
     def __init__(self, *, custom_storage=False):
         if as_bool(custom_storage, "custom_storage"):
@@ -475,7 +474,7 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
 
     def __cinit__(self):
         self._size = sizeof(self._value)
-        self._point_to(&self._value)
+        CheckpointRestoreArgs._point_to(self, &self._value)
 
     def __init__(self, *, gpu_pairs=None, custom_storage=False):
         if gpu_pairs is not None:
@@ -513,7 +512,7 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
             raise ValueError(
                 f"this {type(self).__name__} is a view and cannot own GPU "
                 "pairs; set an address, or make a CheckpointRestoreArgs(...)")
-        self._own_pairs(pack_pairs(gpu_pairs))
+        own_pairs(self, pack_pairs(gpu_pairs))
 
     @property
     def gpu_pairs_count(self):
@@ -535,24 +534,15 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
         self._out = &self._ptr.customStorageInfo_out
 
     cdef bint _owns_pairs(self) noexcept:
-        return self._pairs is not None and (
-            <char *> self._ptr.gpuPairs == PyBytes_AS_STRING(self._pairs))
-
-    cdef void _own_pairs(self, bytes pairs) noexcept:
-        """Point to `pairs`, an immutable copy that calls can share."""
-        self._ptr.gpuPairsCount = <unsigned int> (
-            len(pairs) // sizeof(CUcheckpointGpuPair))
-        self._ptr.gpuPairs = NULL
-        if pairs:
-            self._ptr.gpuPairs = <CUcheckpointGpuPair *> (
-                PyBytes_AS_STRING(pairs))
-        self._pairs = pairs
+        cdef Pointees own = self._pointees
+        return own is not None and own.pairs is not None and (
+            <char *> self._ptr.gpuPairs == PyBytes_AS_STRING(own.pairs))
 
     cdef tuple _content(self):
         raw, _, custom_storage = CustomStorageArgs._content(self)
         if not self._owns_pairs():
             return raw, None, custom_storage
-        return without_address(raw, 0), self._pairs, custom_storage
+        return without_address(raw, 0), self._pointees.pairs, custom_storage
 
     cdef bint _has_bare_address(self) noexcept:
         return CustomStorageArgs._has_bare_address(self) or (
@@ -581,7 +571,7 @@ cdef class CheckpointCustomStorageInfo(Struct):
 
     def __cinit__(self):
         self._size = sizeof(self._value)
-        self._point_to(&self._value)
+        CheckpointCustomStorageInfo._point_to(self, &self._value)
 
     def __init__(self):
         pass
@@ -669,7 +659,7 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
 
     def __cinit__(self):
         self._size = sizeof(self._value)
-        self._point_to(&self._value)
+        CheckpointCustomStoragePerDeviceData._point_to(self, &self._value)
 
     def __init__(self):
         pass
@@ -748,7 +738,7 @@ def rebuild(cls, content, pairs, custom_storage):
             f"{cls.__name__} has {self._size} bytes, not {len(raw)}")
     memcpy(self._memory, PyBytes_AS_STRING(raw), self._size)
     if pairs is not None:
-        (<CheckpointRestoreArgs?> self)._own_pairs(pairs)
+        own_pairs(self, pairs)
     if custom_storage:
         answer_here(self)
     return self
@@ -770,7 +760,14 @@ cdef int view_memory(Struct self, char *address, object owner) except -1:
     return 0
 
 
-cdef bint as_bool(object value, str name) except -1:
+cdef inline int set_timeout(
+        CheckpointLockArgs self, object timeout_ms) except -1:
+    require_writable(self)
+    self._ptr.timeoutMs = as_uint32(timeout_ms, "timeout_ms")
+    return 0
+
+
+cdef inline bint as_bool(object value, str name) except -1:
     if value is True or value is False:
         return value is True
     raise TypeError(f"{name} must be a bool, not {type(value).__name__}")
@@ -782,8 +779,35 @@ cdef int answer_here(CustomStorageArgs self) except -1:
         raise ValueError(
             f"this {type(self).__name__} is a view and cannot own the place of "
             "the driver's answer; set custom_storage_info_out to an address")
-    self._out[0] = &self._cell
+    self._out[0] = &pointees(self).cell
     return 0
+
+
+cdef int own_pairs(CheckpointRestoreArgs self, bytes pairs) except -1:
+    """Let `self` point to `pairs`, which cannot change and may be shared."""
+    cdef Pointees own = pointees(self)
+    self._ptr.gpuPairsCount = <unsigned int> (
+        len(pairs) // sizeof(CUcheckpointGpuPair))
+    self._ptr.gpuPairs = NULL
+    if pairs:
+        self._ptr.gpuPairs = <CUcheckpointGpuPair *> PyBytes_AS_STRING(pairs)
+    own.pairs = pairs
+    return 0
+
+
+cdef CheckpointCustomStorageInfo copy_answer(Pointees own):
+    """Return the driver's answer, copied while its memory is good."""
+    if own.info is None and own.cell != NULL:
+        own.info = CheckpointCustomStorageInfo.from_ptr(<size_t> own.cell, True)
+        if own.cell.deviceCount == 0:
+            own.info._regions = ()
+    return own.info
+
+
+cdef Pointees pointees(Struct self):
+    if self._pointees is None:
+        self._pointees = Pointees()
+    return self._pointees
 
 
 cdef str custom_storage_repr(CustomStorageArgs self):
@@ -799,11 +823,12 @@ cdef str pairs_repr(CheckpointRestoreArgs self):
     if args.gpuPairs == NULL and args.gpuPairsCount == 0:
         return ""
     cdef Py_ssize_t count = args.gpuPairsCount
-    if self._owns_pairs() and count * 32 == len(self._pairs):
+    cdef bytes pairs = self._pointees.pairs if self._owns_pairs() else b""
+    if pairs and len(pairs) == count * 32:
         shown = ", ".join([
-            f"('{uuids.to_text(self._pairs[at:at + 16])}', "
-            f"'{uuids.to_text(self._pairs[at + 16:at + 32])}')"
-            for at in range(0, len(self._pairs), 32)
+            f"('{uuids.to_text(pairs[at:at + 16])}', "
+            f"'{uuids.to_text(pairs[at + 16:at + 32])}')"
+            for at in range(0, len(pairs), 32)
         ])
         return f"gpu_pairs=[{shown}]"
     return f"gpu_pairs={self.gpu_pairs:#x}, gpu_pairs_count={count}"
