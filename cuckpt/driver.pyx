@@ -216,7 +216,7 @@ def device_get_uuid_v2(dev):
     cdef Uuid uuid = Uuid.__new__(Uuid)
     cdef CUresult result
     with nogil:
-        result = cuDeviceGetUuid(&uuid._value, device)
+        result = cuDeviceGetUuid(&uuid._value.uuid, device)
     check(result, "cuDeviceGetUuid_v2")
     return uuid
 
@@ -621,7 +621,7 @@ cdef inline bint snapshot(object args, type cls, void *copy) except -1:
     if args is None:
         return False
     if PyObject_TypeCheck(args, cls):
-        address = (<Struct> args)._memory
+        address = (<Struct> args)._ptr
     else:
         address = foreign_address(args, cls)
         if address == NULL:
@@ -759,7 +759,7 @@ cdef Operation find_operation(
     elif isinstance(handle, CheckpointCustomStorageInfo):
         info = handle
     if info is not None:
-        c_handle[0], operation = info._ptr.handle, info._operation
+        c_handle[0], operation = info._ptr.info.handle, info._operation
     elif isinstance(handle, bool):
         raise TypeError("handle must be an integer or an info, not bool")
     else:

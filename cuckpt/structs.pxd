@@ -10,12 +10,39 @@ from cuckpt._driver cimport (
 )
 
 
+# Every struct object has room for any of the structs: so all objects have one
+# size, and Cython keeps freed ones for reuse. A class uses its own member.
+cdef union AnyStruct:
+    CUuuid uuid
+    CUcheckpointGpuPair pair
+    CUcheckpointLockArgs lock
+    CUcheckpointCheckpointArgs checkpoint
+    CUcheckpointRestoreArgs restore
+    CUcheckpointUnlockArgs unlock
+    CUcheckpointCustomStorageInfo info
+    CUcheckpointCustomStoragePerDeviceData region
+
+
+# `_ptr` is the struct: `_value` inside the object, or memory that `_owner` keeps
+# alive. It is never NULL and never changes once the object is made.
 cdef class CheckpointCustomStorageInfo
+cdef class Pointees
 
 
-# What an args object owns beside its struct: made when first needed. It stands
-# in the base class because every class with object fields of its own makes its
-# objects slower to free.
+cdef class Struct:
+    cdef AnyStruct _value
+    cdef AnyStruct *_ptr
+    cdef object _owner
+    cdef Pointees _pointees
+    cdef bint _readonly
+
+    cdef Py_ssize_t _size(self) noexcept
+    cdef void _follow(self, Struct source) noexcept
+    cdef tuple _content(self)
+    cdef bint _has_bare_address(self) noexcept
+
+
+# What an args object owns beside its struct: made when first needed.
 cdef class Pointees:
     cdef bytes pairs
     cdef CUcheckpointCustomStorageInfo *cell
@@ -23,62 +50,35 @@ cdef class Pointees:
     cdef bint in_call
 
 
-# In every class `_ptr` is the struct: `_value` inside the object, or memory that
-# `_owner` keeps alive. It is never NULL and never changes once the object is
-# made. `_memory` and `_size` are the same memory, for what all classes share.
-
-cdef class Struct:
-    cdef char *_memory
-    cdef Py_ssize_t _size
-    cdef object _owner
-    cdef Pointees _pointees
-    cdef bint _readonly
-
-    cdef void _point_to(self, void *address) noexcept
-    cdef Py_ssize_t _alignment(self) noexcept
-    cdef void _follow(self, Struct source) noexcept
-    cdef tuple _content(self)
-    cdef bint _has_bare_address(self) noexcept
-
-
 cdef class Uuid(Struct):
-    cdef CUuuid _value
-    cdef CUuuid *_ptr
+    pass
 
 
 cdef class CheckpointGpuPair(Struct):
-    cdef CUcheckpointGpuPair _value
-    cdef CUcheckpointGpuPair *_ptr
+    pass
 
 
 cdef class CheckpointLockArgs(Struct):
-    cdef CUcheckpointLockArgs _value
-    cdef CUcheckpointLockArgs *_ptr
+    pass
 
 
 cdef class CheckpointUnlockArgs(Struct):
-    cdef CUcheckpointUnlockArgs _value
-    cdef CUcheckpointUnlockArgs *_ptr
+    pass
 
 
-# Arguments of the two calls that can hand out custom storage. `_out` is the
-# field customStorageInfo_out; when it holds the address of `_pointees.cell`,
-# the driver answers there.
+# Arguments of the two calls that can hand out custom storage. When the field
+# customStorageInfo_out, at `_out()`, holds the address of `_pointees.cell`, the
+# object keeps the driver's answer.
 cdef class CustomStorageArgs(Struct):
-    cdef CUcheckpointCustomStorageInfo ***_out
-
+    cdef CUcheckpointCustomStorageInfo ***_out(self) noexcept
     cdef bint _owns_cell(self) noexcept
 
 
 cdef class CheckpointCheckpointArgs(CustomStorageArgs):
-    cdef CUcheckpointCheckpointArgs _value
-    cdef CUcheckpointCheckpointArgs *_ptr
+    pass
 
 
 cdef class CheckpointRestoreArgs(CustomStorageArgs):
-    cdef CUcheckpointRestoreArgs _value
-    cdef CUcheckpointRestoreArgs *_ptr
-
     cdef bint _owns_pairs(self) noexcept
 
 
@@ -90,15 +90,11 @@ cdef class Operation:
 
 
 cdef class CheckpointCustomStorageInfo(Struct):
-    cdef CUcheckpointCustomStorageInfo _value
-    cdef CUcheckpointCustomStorageInfo *_ptr
     cdef tuple _regions
     cdef Operation _operation
 
 
 cdef class CheckpointCustomStoragePerDeviceData(Struct):
-    cdef CUcheckpointCustomStoragePerDeviceData _value
-    cdef CUcheckpointCustomStoragePerDeviceData *_ptr
     cdef Operation _operation
 
 

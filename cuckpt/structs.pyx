@@ -8,6 +8,7 @@ struct points to is kept alive by it.
 
 import sys
 
+cimport cython
 from cpython.buffer cimport (
     PyBUF_FORMAT,
     PyBuffer_FillInfo,
@@ -42,6 +43,7 @@ cdef class Pointees:
     """What an args object owns beside its struct."""
 
 
+@cython.freelist(16)
 cdef class Struct:
     """What the struct classes share. Not to be created itself.
 
@@ -54,8 +56,7 @@ cdef class Struct:
     __hash__ = None
 
     def __cinit__(self):
-        if type(self) is Struct or type(self) is CustomStorageArgs:
-            raise TypeError(f"{type(self).__name__} is a base class only")
+        self._ptr = &self._value
 
     @classmethod
     def from_ptr(cls, ptr, readonly=False, owner=None):
@@ -83,12 +84,12 @@ cdef class Struct:
         ValueError
             If `ptr` is 0, or misaligned for a view.
         """
-        cdef char *address = <char *> as_address(ptr, "ptr")
+        cdef void *address = as_address(ptr, "ptr")
         cdef Struct self = cls.__new__(cls)
         if address == NULL:
             raise ValueError("ptr must not be null (0)")
         if owner is None:
-            memcpy(self._memory, address, self._size)
+            memcpy(self._ptr, address, self._size())
         else:
             view_memory(self, address, owner)
         self._readonly = readonly
@@ -120,12 +121,12 @@ cdef class Struct:
         cdef Struct self = cls.__new__(cls)
         cdef object view = PyMemoryView_FromObject(buffer)
         cdef Py_buffer *raw = PyMemoryView_GET_BUFFER(view)
-        if raw.len != self._size:
+        if raw.len != self._size():
             raise ValueError(
-                f"buffer length must be {self._size} bytes, not {raw.len}")
+                f"buffer length must be {self._size()} bytes, not {raw.len}")
         if not PyBuffer_IsContiguous(raw, b"C"):
             raise ValueError("buffer must be contiguous")
-        view_memory(self, <char *> raw.buf, view)
+        view_memory(self, raw.buf, view)
         self._readonly = raw.readonly
         return self
 
@@ -163,10 +164,10 @@ cdef class Struct:
     @property
     def ptr(self):
         """Address of the C struct (int)."""
-        return <size_t> self._memory
+        return <size_t> self._ptr
 
     def __int__(self):
-        return <size_t> self._memory
+        return <size_t> self._ptr
 
     def __eq__(self, other):
         if not (isinstance(other, Struct)
@@ -174,12 +175,12 @@ cdef class Struct:
                      or isinstance(self, type(other)))):
             return NotImplemented
         cdef Struct that = other
-        return (memcmp(self._memory, that._memory, self._size) == 0
+        return (memcmp(self._ptr, that._ptr, self._size()) == 0
                 or self._content() == that._content())
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(
-            view, self, self._memory, self._size, self._readonly, flags)
+            view, self, self._ptr, self._size(), self._readonly, flags)
         if flags & PyBUF_FORMAT:
             view.format = "b"  # as cuda.bindings has it
 
@@ -198,17 +199,12 @@ cdef class Struct:
                 "it means nothing in another process")
         return rebuild, (type(self), *self._content())
 
-    cdef void _point_to(self, void *address) noexcept:
-        """Make `address` the memory of this struct."""
-        self._memory = <char *> address
-
-    cdef Py_ssize_t _alignment(self) noexcept:
-        return 8
+    cdef Py_ssize_t _size(self) noexcept:
+        return 0
 
     cdef tuple _content(self):
         """Return the content, owned addresses replaced by what they own."""
-        cdef bytes raw = PyBytes_FromStringAndSize(self._memory, self._size)
-        return raw, None, False
+        return raw_bytes(self), None, False
 
     cdef bint _has_bare_address(self) noexcept:
         return False
@@ -228,22 +224,18 @@ cdef class Uuid(Struct):
 
     _dtype_name = "uuid_dtype"
 
-    def __cinit__(self):
-        self._size = sizeof(self._value)
-        Uuid._point_to(self, &self._value)
-
     def __init__(self, uuid=None):
         if uuid is not None:
-            set_uuid(self, self._ptr, uuid)
+            set_uuid(self, &self._ptr.uuid, uuid)
 
     @property
     def bytes(self):
         """The 16 bytes (bytes); set from any form of a UUID."""
-        return PyBytes_FromStringAndSize(self._memory, self._size)
+        return raw_bytes(self)
 
     @bytes.setter
     def bytes(self, uuid):
-        set_uuid(self, self._ptr, uuid)
+        set_uuid(self, &self._ptr.uuid, uuid)
 
     def __str__(self):
         return uuids.to_text(self.bytes)
@@ -251,12 +243,8 @@ cdef class Uuid(Struct):
     def __repr__(self):
         return f"{type(self).__name__}('{self}')"
 
-    cdef void _point_to(self, void *address) noexcept:
-        self._memory = <char *> address
-        self._ptr = <CUuuid *> address
-
-    cdef Py_ssize_t _alignment(self) noexcept:
-        return 1
+    cdef Py_ssize_t _size(self) noexcept:
+        return sizeof(CUuuid)
 
 
 cdef class CheckpointGpuPair(Struct):
@@ -273,45 +261,37 @@ cdef class CheckpointGpuPair(Struct):
 
     _dtype_name = "checkpoint_gpu_pair_dtype"
 
-    def __cinit__(self):
-        self._size = sizeof(self._value)
-        CheckpointGpuPair._point_to(self, &self._value)
-
     def __init__(self, old=None, new=None):
         if old is None and new is None:
             return
         if old is None or new is None:
             raise TypeError("a GPU pair needs both old and new, or neither")
-        set_uuid(self, &self._ptr.oldUuid, old)
-        set_uuid(self, &self._ptr.newUuid, new)
+        set_uuid(self, &self._ptr.pair.oldUuid, old)
+        set_uuid(self, &self._ptr.pair.newUuid, new)
 
     @property
     def old_uuid(self):
         """GPU that was checkpointed (`Uuid`): a view, which writes through."""
-        return uuid_view(self, &self._ptr.oldUuid)
+        return uuid_view(self, &self._ptr.pair.oldUuid)
 
     @old_uuid.setter
     def old_uuid(self, uuid):
-        set_uuid(self, &self._ptr.oldUuid, uuid)
+        set_uuid(self, &self._ptr.pair.oldUuid, uuid)
 
     @property
     def new_uuid(self):
         """GPU to restore onto (`Uuid`): a view, which writes through."""
-        return uuid_view(self, &self._ptr.newUuid)
+        return uuid_view(self, &self._ptr.pair.newUuid)
 
     @new_uuid.setter
     def new_uuid(self, uuid):
-        set_uuid(self, &self._ptr.newUuid, uuid)
+        set_uuid(self, &self._ptr.pair.newUuid, uuid)
 
     def __repr__(self):
         return f"{type(self).__name__}('{self.old_uuid}', '{self.new_uuid}')"
 
-    cdef void _point_to(self, void *address) noexcept:
-        self._memory = <char *> address
-        self._ptr = <CUcheckpointGpuPair *> address
-
-    cdef Py_ssize_t _alignment(self) noexcept:
-        return 1
+    cdef Py_ssize_t _size(self) noexcept:
+        return sizeof(CUcheckpointGpuPair)
 
 
 cdef class CheckpointLockArgs(Struct):
@@ -328,17 +308,13 @@ cdef class CheckpointLockArgs(Struct):
 
     _dtype_name = "checkpoint_lock_args_dtype"
 
-    def __cinit__(self):
-        self._size = sizeof(self._value)
-        CheckpointLockArgs._point_to(self, &self._value)
-
     def __init__(self, *, timeout_ms=0):
         set_timeout(self, timeout_ms)
 
     @property
     def timeout_ms(self):
         """How long to wait, in milliseconds (int); 0 waits for ever."""
-        return self._ptr.timeoutMs
+        return self._ptr.lock.timeoutMs
 
     @timeout_ms.setter
     def timeout_ms(self, timeout_ms):
@@ -347,9 +323,8 @@ cdef class CheckpointLockArgs(Struct):
     def __repr__(self):
         return f"{type(self).__name__}(timeout_ms={self.timeout_ms})"
 
-    cdef void _point_to(self, void *address) noexcept:
-        self._memory = <char *> address
-        self._ptr = <CUcheckpointLockArgs *> address
+    cdef Py_ssize_t _size(self) noexcept:
+        return sizeof(CUcheckpointLockArgs)
 
 
 cdef class CheckpointUnlockArgs(Struct):
@@ -360,19 +335,14 @@ cdef class CheckpointUnlockArgs(Struct):
 
     _dtype_name = "checkpoint_unlock_args_dtype"
 
-    def __cinit__(self):
-        self._size = sizeof(self._value)
-        CheckpointUnlockArgs._point_to(self, &self._value)
-
     def __init__(self):
         pass
 
     def __repr__(self):
         return f"{type(self).__name__}()"
 
-    cdef void _point_to(self, void *address) noexcept:
-        self._memory = <char *> address
-        self._ptr = <CUcheckpointUnlockArgs *> address
+    cdef Py_ssize_t _size(self) noexcept:
+        return sizeof(CUcheckpointUnlockArgs)
 
 
 cdef class CustomStorageArgs(Struct):
@@ -397,27 +367,30 @@ cdef class CustomStorageArgs(Struct):
     @property
     def custom_storage_info_out(self):
         """Where the driver puts the address of its answer (int); 0 is none."""
-        return <size_t> self._out[0]
+        return <size_t> self._out()[0]
 
     @custom_storage_info_out.setter
     def custom_storage_info_out(self, address):
         require_writable(self)
-        self._out[0] = <CUcheckpointCustomStorageInfo **> as_address(
+        self._out()[0] = <CUcheckpointCustomStorageInfo **> as_address(
             address, "custom_storage_info_out")
+
+    cdef CUcheckpointCustomStorageInfo ***_out(self) noexcept:
+        """Return the address of the field customStorageInfo_out."""
+        return &self._ptr.checkpoint.customStorageInfo_out
 
     cdef bint _owns_cell(self) noexcept:
         return self._pointees is not None and (
-            self._out[0] == &self._pointees.cell)
+            self._out()[0] == &self._pointees.cell)
 
     cdef tuple _content(self):
-        cdef bytes raw
-        raw = PyBytes_FromStringAndSize(self._memory, self._size)
-        if self._owns_cell():
-            raw = without_address(raw, <char *> self._out - self._memory)
-        return raw, None, self._owns_cell()
+        cdef bytes raw = raw_bytes(self)
+        if not self._owns_cell():
+            return raw, None, False
+        return without(raw, <char *> self._out() - <char *> self._ptr), None, True
 
     cdef bint _has_bare_address(self) noexcept:
-        return self._out[0] != NULL and not self._owns_cell()
+        return self._out()[0] != NULL and not self._owns_cell()
 
 
 cdef class CheckpointCheckpointArgs(CustomStorageArgs):
@@ -436,10 +409,6 @@ cdef class CheckpointCheckpointArgs(CustomStorageArgs):
 
     _dtype_name = "checkpoint_checkpoint_args_dtype"
 
-    def __cinit__(self):
-        self._size = sizeof(self._value)
-        CheckpointCheckpointArgs._point_to(self, &self._value)
-
     def __init__(self, *, custom_storage=False):
         if as_bool(custom_storage, "custom_storage"):
             answer_here(self)
@@ -447,10 +416,8 @@ cdef class CheckpointCheckpointArgs(CustomStorageArgs):
     def __repr__(self):
         return f"{type(self).__name__}({custom_storage_repr(self)})"
 
-    cdef void _point_to(self, void *address) noexcept:
-        self._memory = <char *> address
-        self._ptr = <CUcheckpointCheckpointArgs *> address
-        self._out = &self._ptr.customStorageInfo_out
+    cdef Py_ssize_t _size(self) noexcept:
+        return sizeof(CUcheckpointCheckpointArgs)
 
 
 cdef class CheckpointRestoreArgs(CustomStorageArgs):
@@ -471,10 +438,6 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
     """
 
     _dtype_name = "checkpoint_restore_args_dtype"
-
-    def __cinit__(self):
-        self._size = sizeof(self._value)
-        CheckpointRestoreArgs._point_to(self, &self._value)
 
     def __init__(self, *, gpu_pairs=None, custom_storage=False):
         if gpu_pairs is not None:
@@ -499,13 +462,13 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
             If a UUID is malformed, the object is read-only, or an iterable is
             set on a view, which owns nothing.
         """
-        return <size_t> self._ptr.gpuPairs
+        return <size_t> self._ptr.restore.gpuPairs
 
     @gpu_pairs.setter
     def gpu_pairs(self, gpu_pairs):
         require_writable(self)
         if PyIndex_Check(gpu_pairs):
-            self._ptr.gpuPairs = <CUcheckpointGpuPair *> as_address(
+            self._ptr.restore.gpuPairs = <CUcheckpointGpuPair *> as_address(
                 gpu_pairs, "gpu_pairs")
             return
         if self._owner is not None:
@@ -517,36 +480,37 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
     @property
     def gpu_pairs_count(self):
         """Number of pairs at `gpu_pairs` (int); 0 restores onto the same GPUs."""
-        return self._ptr.gpuPairsCount
+        return self._ptr.restore.gpuPairsCount
 
     @gpu_pairs_count.setter
     def gpu_pairs_count(self, count):
         require_writable(self)
-        self._ptr.gpuPairsCount = as_uint32(count, "gpu_pairs_count")
+        self._ptr.restore.gpuPairsCount = as_uint32(count, "gpu_pairs_count")
 
     def __repr__(self):
         shown = filter(None, (pairs_repr(self), custom_storage_repr(self)))
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    cdef void _point_to(self, void *address) noexcept:
-        self._memory = <char *> address
-        self._ptr = <CUcheckpointRestoreArgs *> address
-        self._out = &self._ptr.customStorageInfo_out
+    cdef Py_ssize_t _size(self) noexcept:
+        return sizeof(CUcheckpointRestoreArgs)
+
+    cdef CUcheckpointCustomStorageInfo ***_out(self) noexcept:
+        return &self._ptr.restore.customStorageInfo_out
 
     cdef bint _owns_pairs(self) noexcept:
         cdef Pointees own = self._pointees
         return own is not None and own.pairs is not None and (
-            <char *> self._ptr.gpuPairs == PyBytes_AS_STRING(own.pairs))
+            <char *> self._ptr.restore.gpuPairs == PyBytes_AS_STRING(own.pairs))
 
     cdef tuple _content(self):
         raw, _, custom_storage = CustomStorageArgs._content(self)
         if not self._owns_pairs():
             return raw, None, custom_storage
-        return without_address(raw, 0), self._pointees.pairs, custom_storage
+        return without(raw, 0), self._pointees.pairs, custom_storage
 
     cdef bint _has_bare_address(self) noexcept:
         return CustomStorageArgs._has_bare_address(self) or (
-            self._ptr.gpuPairs != NULL and not self._owns_pairs())
+            self._ptr.restore.gpuPairs != NULL and not self._owns_pairs())
 
 
 # The driver's info struct and its array are freed when the operation ends, so
@@ -569,10 +533,6 @@ cdef class CheckpointCustomStorageInfo(Struct):
 
     _dtype_name = "checkpoint_custom_storage_info_dtype"
 
-    def __cinit__(self):
-        self._size = sizeof(self._value)
-        CheckpointCustomStorageInfo._point_to(self, &self._value)
-
     def __init__(self):
         pass
 
@@ -584,23 +544,23 @@ cdef class CheckpointCustomStorageInfo(Struct):
         """
         cdef CheckpointCustomStorageInfo self
         self = Struct.from_ptr.__func__(cls, ptr, readonly, owner)
-        self._operation = operation(<size_t> self._ptr.handle)
-        if self._ptr.perDeviceData != NULL:
+        self._operation = operation(<size_t> self._ptr.info.handle)
+        if self._ptr.info.perDeviceData != NULL:
             self._regions = tuple([
-                region(&self._ptr.perDeviceData[i], self._operation)
-                for i in range(self._ptr.deviceCount)
+                region(&self._ptr.info.perDeviceData[i], self._operation)
+                for i in range(self._ptr.info.deviceCount)
             ])
         return self
 
     @property
     def handle(self):
         """What `checkpoint_operation_complete` takes (int)."""
-        return <size_t> self._ptr.handle
+        return <size_t> self._ptr.info.handle
 
     @property
     def device_count(self):
         """Number of regions (int)."""
-        return self._ptr.deviceCount
+        return self._ptr.info.deviceCount
 
     @property
     def per_device_data(self):
@@ -621,7 +581,7 @@ cdef class CheckpointCustomStorageInfo(Struct):
         return self._regions
 
     def __len__(self):
-        return self._ptr.deviceCount
+        return self._ptr.info.deviceCount
 
     def __bool__(self):
         return True
@@ -633,12 +593,11 @@ cdef class CheckpointCustomStorageInfo(Struct):
         return (f"<{type(self).__name__} handle={self.handle:#x} "
                 f"device_count={self.device_count}>")
 
-    cdef void _point_to(self, void *address) noexcept:
-        self._memory = <char *> address
-        self._ptr = <CUcheckpointCustomStorageInfo *> address
+    cdef Py_ssize_t _size(self) noexcept:
+        return sizeof(CUcheckpointCustomStorageInfo)
 
     cdef bint _has_bare_address(self) noexcept:
-        return self._ptr.handle != NULL or self._ptr.perDeviceData != NULL
+        return self._ptr.info.handle != NULL or self._ptr.info.perDeviceData != NULL
 
     cdef void _follow(self, Struct source) noexcept:
         self._regions = (<CheckpointCustomStorageInfo> source)._regions
@@ -657,22 +616,18 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
 
     _dtype_name = "checkpoint_custom_storage_per_device_data_dtype"
 
-    def __cinit__(self):
-        self._size = sizeof(self._value)
-        CheckpointCustomStoragePerDeviceData._point_to(self, &self._value)
-
     def __init__(self):
         pass
 
     @property
     def dev_ptr(self):
         """Device address (int)."""
-        return self._ptr.devPtr
+        return self._ptr.region.devPtr
 
     @property
     def size(self):
         """Size in bytes (int)."""
-        return self._ptr.size
+        return self._ptr.region.size
 
     @property
     def stream(self):
@@ -680,7 +635,7 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
 
         The driver waits for it before it completes the operation.
         """
-        return <size_t> self._ptr.stream
+        return <size_t> self._ptr.region.stream
 
     @property
     def __cuda_array_interface__(self):
@@ -698,23 +653,22 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
                 "been completed, or an attempt was made")
         return {
             "version": 3,
-            "shape": (self._ptr.size,),
+            "shape": (self._ptr.region.size,),
             "typestr": "|u1",
-            "data": (self._ptr.devPtr, False),
+            "data": (self._ptr.region.devPtr, False),
             "strides": None,
-            "stream": <size_t> self._ptr.stream or None,
+            "stream": <size_t> self._ptr.region.stream or None,
         }
 
     def __repr__(self):
         return (f"<{type(self).__name__} dev_ptr={self.dev_ptr:#x} "
                 f"size={self.size} stream={self.stream:#x}>")
 
-    cdef void _point_to(self, void *address) noexcept:
-        self._memory = <char *> address
-        self._ptr = <CUcheckpointCustomStoragePerDeviceData *> address
+    cdef Py_ssize_t _size(self) noexcept:
+        return sizeof(CUcheckpointCustomStoragePerDeviceData)
 
     cdef bint _has_bare_address(self) noexcept:
-        return self._ptr.devPtr != 0 or self._ptr.stream != NULL
+        return self._ptr.region.devPtr != 0 or self._ptr.region.stream != NULL
 
     cdef void _follow(self, Struct source) noexcept:
         self._operation = (
@@ -733,10 +687,10 @@ def rebuild(cls, content, pairs, custom_storage):
     """Make a struct from what its `_content` was: for copy and pickle."""
     cdef Struct self = cls.__new__(cls)
     cdef bytes raw = content
-    if len(raw) != self._size:
+    if len(raw) != self._size():
         raise ValueError(
-            f"{cls.__name__} has {self._size} bytes, not {len(raw)}")
-    memcpy(self._memory, PyBytes_AS_STRING(raw), self._size)
+            f"{cls.__name__} has {self._size()} bytes, not {len(raw)}")
+    memcpy(self._ptr, PyBytes_AS_STRING(raw), self._size())
     if pairs is not None:
         own_pairs(self, pairs)
     if custom_storage:
@@ -750,20 +704,19 @@ cdef inline int require_writable(Struct self) except -1:
     return 0
 
 
-cdef int view_memory(Struct self, char *address, object owner) except -1:
-    if <size_t> address % <size_t> self._alignment() != 0:
+cdef int view_memory(Struct self, void *address, object owner) except -1:
+    if <size_t> address % sizeof(void *) != 0:
         raise ValueError(
-            f"{type(self).__name__} needs memory aligned to "
-            f"{self._alignment()} bytes")
+            f"the memory of a struct must be aligned to {sizeof(void *)} bytes")
     self._owner = owner
-    self._point_to(address)
+    self._ptr = <AnyStruct *> address
     return 0
 
 
 cdef inline int set_timeout(
         CheckpointLockArgs self, object timeout_ms) except -1:
     require_writable(self)
-    self._ptr.timeoutMs = as_uint32(timeout_ms, "timeout_ms")
+    self._ptr.lock.timeoutMs = as_uint32(timeout_ms, "timeout_ms")
     return 0
 
 
@@ -779,18 +732,19 @@ cdef int answer_here(CustomStorageArgs self) except -1:
         raise ValueError(
             f"this {type(self).__name__} is a view and cannot own the place of "
             "the driver's answer; set custom_storage_info_out to an address")
-    self._out[0] = &pointees(self).cell
+    self._out()[0] = &pointees(self).cell
     return 0
 
 
 cdef int own_pairs(CheckpointRestoreArgs self, bytes pairs) except -1:
     """Let `self` point to `pairs`, which cannot change and may be shared."""
     cdef Pointees own = pointees(self)
-    self._ptr.gpuPairsCount = <unsigned int> (
+    cdef CUcheckpointRestoreArgs *args = &self._ptr.restore
+    args.gpuPairsCount = <unsigned int> (
         len(pairs) // sizeof(CUcheckpointGpuPair))
-    self._ptr.gpuPairs = NULL
+    args.gpuPairs = NULL
     if pairs:
-        self._ptr.gpuPairs = <CUcheckpointGpuPair *> PyBytes_AS_STRING(pairs)
+        args.gpuPairs = <CUcheckpointGpuPair *> PyBytes_AS_STRING(pairs)
     own.pairs = pairs
     return 0
 
@@ -811,7 +765,7 @@ cdef Pointees pointees(Struct self):
 
 
 cdef str custom_storage_repr(CustomStorageArgs self):
-    if self._out[0] == NULL:
+    if self._out()[0] == NULL:
         return ""
     if self._owns_cell():
         return "custom_storage=True"
@@ -819,7 +773,7 @@ cdef str custom_storage_repr(CustomStorageArgs self):
 
 
 cdef str pairs_repr(CheckpointRestoreArgs self):
-    cdef CUcheckpointRestoreArgs *args = self._ptr
+    cdef CUcheckpointRestoreArgs *args = &self._ptr.restore
     if args.gpuPairs == NULL and args.gpuPairsCount == 0:
         return ""
     cdef Py_ssize_t count = args.gpuPairsCount
@@ -834,7 +788,12 @@ cdef str pairs_repr(CheckpointRestoreArgs self):
     return f"gpu_pairs={self.gpu_pairs:#x}, gpu_pairs_count={count}"
 
 
-cdef bytes without_address(bytes raw, Py_ssize_t offset):
+cdef bytes raw_bytes(Struct self):
+    return PyBytes_FromStringAndSize(<char *> self._ptr, self._size())
+
+
+cdef bytes without(bytes raw, Py_ssize_t offset):
+    """Return `raw` with the address at `offset` set to zero."""
     return raw[:offset] + bytes(sizeof(void *)) + raw[offset + sizeof(void *):]
 
 
@@ -854,7 +813,7 @@ cdef int set_uuid(Struct self, CUuuid *target, object uuid) except -1:
 
 cdef Uuid uuid_view(CheckpointGpuPair pair, CUuuid *uuid):
     cdef Uuid view = Uuid.__new__(Uuid)
-    view._point_to(uuid)
+    view._ptr = <AnyStruct *> uuid
     view._owner = pair
     view._readonly = pair._readonly
     return view
@@ -889,7 +848,7 @@ cdef CheckpointCustomStoragePerDeviceData region(
     cdef CheckpointCustomStoragePerDeviceData self
     self = CheckpointCustomStoragePerDeviceData.__new__(
         CheckpointCustomStoragePerDeviceData)
-    self._value = source[0]
+    self._value.region = source[0]
     self._operation = operation
     self._readonly = True
     return self
