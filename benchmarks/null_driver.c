@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OPERATING_SYSTEM = 304 };
 enum { SYMBOL_FOUND = 0, SYMBOL_NOT_FOUND = 1 };
@@ -24,6 +25,14 @@ __attribute__((constructor)) static void read_version(void)
     const char *version = getenv("NULL_DRIVER_VERSION");
     if (version)
         null_driver_version = atoi(version);
+}
+
+/* A hook: takes as many milliseconds as the first number it is given. */
+int null_driver_sleeps(const char *call, int milliseconds, void *argument)
+{
+    (void)call, (void)argument;
+    usleep(1000 * (unsigned)milliseconds);
+    return SUCCESS;
 }
 
 /* A hook: there is no such process. */

@@ -1,1 +1,27 @@
+"""Checkpoint, suspend, move and restore the GPU state of running processes.
 
+``cuckpt.driver`` mirrors the checkpoint part of ``cuda.bindings._v2.driver``;
+``cuckpt.structs`` are its structs, ``cuckpt.errors`` its exceptions,
+``cuckpt.uuids`` the forms of a GPU's UUID. Importing any of them loads neither
+a driver nor a third-party package.
+"""
+
+import importlib
+
+_MODULES = ("driver", "errors", "structs", "uuids")
+
+__all__ = [*_MODULES, "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"cuckpt.{name}")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("cuckpt")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

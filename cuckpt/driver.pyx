@@ -600,7 +600,9 @@ def has_custom_storage():
 
 
 def __getattr__(name):
-    return getattr(structs, name)  # the dtypes, made when asked for
+    if name in structs._DTYPES:
+        return getattr(structs, name)  # made when asked for
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 cdef inline int check(CUresult result, str call) except -1:

@@ -6,7 +6,9 @@ Never calls the driver: an explanation must not change or wait for a target.
 import os
 
 
-def explain(text, status, call=None, pid=None):
+def explain(
+    text: str, status: int, call: str | None = None, pid: int | None = None
+) -> str:
     """Return the text of an error with its call, process and likely cause.
 
     Parameters
@@ -32,13 +34,13 @@ def explain(text, status, call=None, pid=None):
     return f"{text} from {where}" + (f": {cause}" if cause else "")
 
 
-def _cause(status, call, pid):
+def _cause(status: int, call: str, pid: int | None) -> str | None:
     if pid is not None and status in _ABOUT_THE_PROCESS:
         return _ABOUT_THE_PROCESS[status](pid)
     return _TABLE.get((status, call)) or _TABLE.get((status, None))
 
 
-def _not_initialized(pid):
+def _not_initialized(pid: int) -> str:
     if pid == os.getpid():
         return "this process has not called cuInit; call init(0) first"
     status = _read_status(pid)
@@ -50,7 +52,7 @@ def _not_initialized(pid):
     )
 
 
-def _operating_system(pid):
+def _operating_system(pid: int) -> str:
     if pid <= 0:
         return "a process id is a positive number"
     status = _read_status(pid)
@@ -78,17 +80,17 @@ def _operating_system(pid):
     )
 
 
-def _thread_note(pid, status):
+def _thread_note(pid: int, status: dict[str, str]) -> str:
     owner = status["Tgid"]
     return f"; {pid} is a thread of process {owner}" if owner != str(pid) else ""
 
 
-def _stopped_note(status):
+def _stopped_note(status: dict[str, str]) -> str:
     stopped = status["State"].startswith(("T", "t"))
     return "; it is stopped now, and calls wait until it continues" if stopped else ""
 
 
-def _ptrace_scope():
+def _ptrace_scope() -> int:
     try:
         with open("/proc/sys/kernel/yama/ptrace_scope") as file:
             return int(file.read())
@@ -96,7 +98,7 @@ def _ptrace_scope():
         return 0
 
 
-def _read_status(pid):
+def _read_status(pid: int) -> dict[str, str] | None:
     try:
         with open(f"/proc/{pid}/status", errors="replace") as file:
             return {
@@ -118,7 +120,7 @@ _COMPLETE = "cuCheckpointOperationComplete"
 _RESERVED = "a reserved field of the arguments is not zero"
 
 # (status, call): cause; call None stands for every call.
-_TABLE = {
+_TABLE: dict[tuple[int, str | None], str] = {
     (1, _LOCK): _RESERVED,
     (1, _UNLOCK): _RESERVED,
     (1, _CHECKPOINT): (

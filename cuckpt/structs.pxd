@@ -37,6 +37,7 @@ cdef class Struct:
     cdef bint _readonly
 
     cdef Py_ssize_t _size(self) noexcept
+    cdef int _read_pointers(self) except -1
     cdef void _follow(self, Struct source) noexcept
     cdef tuple _content(self)
     cdef bint _has_bare_address(self) noexcept

@@ -93,6 +93,7 @@ cdef class Struct:
         else:
             view_memory(self, address, owner)
         self._readonly = readonly
+        self._read_pointers()
         return self
 
     @classmethod
@@ -185,7 +186,7 @@ cdef class Struct:
             view.format = "b"  # as cuda.bindings has it
 
     def __copy__(self):
-        cdef Struct copy = rebuild(type(self), *self._content())
+        cdef Struct copy = _rebuild(type(self), *self._content())
         copy._follow(self)
         return copy
 
@@ -197,9 +198,13 @@ cdef class Struct:
             raise TypeError(
                 f"cannot pickle a {type(self).__name__} that holds an address: "
                 "it means nothing in another process")
-        return rebuild, (type(self), *self._content())
+        return _rebuild, (type(self), *self._content())
 
     cdef Py_ssize_t _size(self) noexcept:
+        return 0
+
+    cdef int _read_pointers(self) except -1:
+        """Copy what the struct points to, which was at a trusted address."""
         return 0
 
     cdef tuple _content(self):
@@ -214,7 +219,10 @@ cdef class Struct:
 
 
 cdef class Uuid(Struct):
-    """UUID of a GPU (``CUuuid``).
+    """Uuid(uuid=None)
+--
+
+    UUID of a GPU (``CUuuid``).
 
     Parameters
     ----------
@@ -248,7 +256,10 @@ cdef class Uuid(Struct):
 
 
 cdef class CheckpointGpuPair(Struct):
-    """The GPU that was checkpointed and the GPU to restore onto.
+    """CheckpointGpuPair(old=None, new=None)
+--
+
+    The GPU that was checkpointed and the GPU to restore onto.
 
     Mirrors ``CUcheckpointGpuPair``.
 
@@ -295,7 +306,10 @@ cdef class CheckpointGpuPair(Struct):
 
 
 cdef class CheckpointLockArgs(Struct):
-    """Arguments of `cuckpt.driver.checkpoint_process_lock`.
+    """CheckpointLockArgs(*, timeout_ms=0)
+--
+
+    Arguments of `cuckpt.driver.checkpoint_process_lock`.
 
     Mirrors ``CUcheckpointLockArgs``.
 
@@ -328,7 +342,10 @@ cdef class CheckpointLockArgs(Struct):
 
 
 cdef class CheckpointUnlockArgs(Struct):
-    """Arguments of `cuckpt.driver.checkpoint_process_unlock`: none yet.
+    """CheckpointUnlockArgs()
+--
+
+    Arguments of `cuckpt.driver.checkpoint_process_unlock`: none yet.
 
     Mirrors ``CUcheckpointUnlockArgs``.
     """
@@ -394,7 +411,10 @@ cdef class CustomStorageArgs(Struct):
 
 
 cdef class CheckpointCheckpointArgs(CustomStorageArgs):
-    """Arguments of `cuckpt.driver.checkpoint_process_checkpoint`.
+    """CheckpointCheckpointArgs(*, custom_storage=False)
+--
+
+    Arguments of `cuckpt.driver.checkpoint_process_checkpoint`.
 
     Mirrors ``CUcheckpointCheckpointArgs``.
 
@@ -421,7 +441,10 @@ cdef class CheckpointCheckpointArgs(CustomStorageArgs):
 
 
 cdef class CheckpointRestoreArgs(CustomStorageArgs):
-    """Arguments of `cuckpt.driver.checkpoint_process_restore`.
+    """CheckpointRestoreArgs(*, gpu_pairs=None, custom_storage=False)
+--
+
+    Arguments of `cuckpt.driver.checkpoint_process_restore`.
 
     Mirrors ``CUcheckpointRestoreArgs``.
 
@@ -522,35 +545,22 @@ cdef class Operation:
 
 
 cdef class CheckpointCustomStorageInfo(Struct):
-    """What the driver mapped for a custom-storage operation.
+    """CheckpointCustomStorageInfo()
+--
+
+    What the driver mapped for a custom-storage operation.
 
     Mirrors ``CUcheckpointCustomStorageInfo``. It comes from
     `CheckpointCheckpointArgs.custom_storage_info` and is a copy, good for as
     long as you like; the GPU memory that it names is mapped until
     `cuckpt.driver.checkpoint_operation_complete`. Iterate over it for its
-    `per_device_data`.
+    `per_device_data`. `from_ptr` copies the array of regions in any case.
     """
 
     _dtype_name = "checkpoint_custom_storage_info_dtype"
 
     def __init__(self):
         pass
-
-    @classmethod
-    def from_ptr(cls, ptr, readonly=False, owner=None):
-        """Make an info from the memory at an address, with its regions.
-
-        As `Struct.from_ptr`; the array of regions is copied in any case.
-        """
-        cdef CheckpointCustomStorageInfo self
-        self = Struct.from_ptr.__func__(cls, ptr, readonly, owner)
-        self._operation = operation(<size_t> self._ptr.info.handle)
-        if self._ptr.info.perDeviceData != NULL:
-            self._regions = tuple([
-                region(&self._ptr.info.perDeviceData[i], self._operation)
-                for i in range(self._ptr.info.deviceCount)
-            ])
-        return self
 
     @property
     def handle(self):
@@ -596,6 +606,16 @@ cdef class CheckpointCustomStorageInfo(Struct):
     cdef Py_ssize_t _size(self) noexcept:
         return sizeof(CUcheckpointCustomStorageInfo)
 
+    cdef int _read_pointers(self) except -1:
+        cdef CUcheckpointCustomStorageInfo *info = &self._ptr.info
+        self._operation = operation(<size_t> info.handle)
+        if info.perDeviceData != NULL:
+            self._regions = tuple([
+                region(&info.perDeviceData[i], self._operation)
+                for i in range(info.deviceCount)
+            ])
+        return 0
+
     cdef bint _has_bare_address(self) noexcept:
         return self._ptr.info.handle != NULL or self._ptr.info.perDeviceData != NULL
 
@@ -606,7 +626,10 @@ cdef class CheckpointCustomStorageInfo(Struct):
 
 
 cdef class CheckpointCustomStoragePerDeviceData(Struct):
-    """GPU memory of the target, mapped on one of the caller's GPUs.
+    """CheckpointCustomStoragePerDeviceData()
+--
+
+    GPU memory of the target, mapped on one of the caller's GPUs.
 
     Mirrors ``CUcheckpointCustomStoragePerDeviceData``. Anything that takes the
     CUDA array interface takes it as a one-dimensional array of bytes, to be
@@ -678,12 +701,12 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
 
 def __getattr__(name):
     # The dtypes are made when asked for: importing cuckpt imports no NumPy.
-    if name in DTYPES:
+    if name in _DTYPES:
         return dtype(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def rebuild(cls, content, pairs, custom_storage):
+def _rebuild(cls, content, pairs, custom_storage):
     """Make a struct from what its `_content` was: for copy and pickle."""
     cdef Struct self = cls.__new__(cls)
     cdef bytes raw = content
@@ -883,14 +906,14 @@ cdef void forget_operation(size_t handle, Operation operation):
 cdef object dtype(str name):
     import numpy
 
-    return numpy.dtype(DTYPES[name])
+    return numpy.dtype(_DTYPES[name])
 
 
 # Named and laid out as in cuda.bindings, with its padding fields.
-UUID = [("bytes", "i1", (16,))]
-DTYPES = {
-    "uuid_dtype": UUID,
-    "checkpoint_gpu_pair_dtype": [("old_uuid", UUID), ("new_uuid", UUID)],
+_UUID = [("bytes", "i1", (16,))]
+_DTYPES = {
+    "uuid_dtype": _UUID,
+    "checkpoint_gpu_pair_dtype": [("old_uuid", _UUID), ("new_uuid", _UUID)],
     "checkpoint_lock_args_dtype": [
         ("timeout_ms", "u4"),
         ("reserved0", "u4"),

@@ -1,7 +1,9 @@
 """GPU UUIDs: parse and format every common form."""
 
+from typing import Any
 
-def to_bytes(uuid):
+
+def to_bytes(uuid: Any) -> bytes:
     """Return the 16 bytes of a GPU UUID.
 
     Parameters
@@ -39,7 +41,7 @@ def to_bytes(uuid):
     return content
 
 
-def to_text(uuid):
+def to_text(uuid: bytes) -> str:
     """Return a GPU UUID as NVIDIA's tools print it.
 
     Parameters
@@ -57,7 +59,7 @@ def to_text(uuid):
     return "GPU-" + "-".join(groups)
 
 
-def _parse(text):
+def _parse(text: str) -> bytes:
     digits = text[4:] if text[:4].upper() == "GPU-" else text
     if len(digits) == 36 and {digits[i] for i in (8, 13, 18, 23)} == {"-"}:
         digits = digits.replace("-", "")

@@ -1,0 +1,132 @@
+"""Which driver the tests run on, and how they make it answer.
+
+By default the do-nothing driver of benchmarks/ is compiled and takes the place
+of libcuda, for cuckpt and for cuda.bindings alike. With ``--driver=real`` only
+tests/gpu runs, on the system's driver and a real GPU.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HOOK = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--driver",
+        choices=["null", "real"],
+        default="null",
+        help="null: a driver that does nothing; real: tests/gpu, on a GPU",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("driver") == "null":
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        os.environ["CUCKPT_LIBCUDA"] = str(build_null_driver(Path(folder.name)))
+
+
+def pytest_ignore_collect(collection_path, config):
+    needs_gpu = (ROOT / "tests/gpu") in (collection_path, *collection_path.parents)
+    if collection_path.is_file() and needs_gpu != (config.getoption("driver") == "real"):
+        return True
+    return None
+
+
+def pytest_report_header():
+    import cuckpt
+    from cuckpt import driver
+
+    try:
+        found = f"{driver.library_path()}, version {driver.driver_get_version()}"
+    except (RuntimeError, driver.DriverError) as error:
+        found = str(error)
+    return [f"cuckpt: {Path(cuckpt.__file__).parent}", f"driver: {found}"]
+
+
+def build_null_driver(folder):
+    library = folder / "libcuda.so.1"
+    subprocess.run(
+        [
+            os.environ.get("CC", "cc"),
+            *("-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"),
+            "-Wl,-soname,libcuda.so.1",
+            *("-o", library, ROOT / "benchmarks/null_driver.c"),
+        ],
+        check=True,
+    )
+    return library
+
+
+@pytest.fixture(scope="session")
+def null_driver():
+    """The do-nothing driver in this process, as a ctypes library."""
+    return ctypes.CDLL(os.environ["CUCKPT_LIBCUDA"])
+
+
+class Hook:
+    """Decides what the do-nothing driver answers, and keeps what it was asked."""
+
+    def __init__(self, library):
+        self._library = library
+        self._slot = ctypes.c_void_p.in_dll(library, "null_driver_hook")
+        self.calls = []
+
+    def answer(self, result):
+        """Answer every call with this result, or with what this returns.
+
+        A function gets the C function's name, the pid (or other number) and the
+        address of the argument.
+        """
+
+        def hook(call, pid, argument):
+            self.calls.append((call.decode(), pid, argument))
+            return result(*self.calls[-1]) if callable(result) else result
+
+        self._function = HOOK(hook)
+        self._slot.value = ctypes.cast(self._function, ctypes.c_void_p).value
+
+    def sleep(self):
+        """Make every call take as many milliseconds as its number says, in C."""
+        function = self._library.null_driver_sleeps
+        self._slot.value = ctypes.cast(function, ctypes.c_void_p).value
+
+    def remove(self):
+        self._slot.value = None
+
+
+@pytest.fixture
+def hook(null_driver):
+    hook = Hook(null_driver)
+    hook.answer(0)
+    yield hook
+    hook.remove()
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Run a program in a new Python; a hang fails, it does not skip."""
+
+    def run(program, *arguments, timeout=60, check=True, **environment):
+        variables = {**os.environ, **environment}
+        return subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            cwd=tmp_path,
+            env={name: value for name, value in variables.items() if value is not None},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=check,
+        )
+
+    return run
