@@ -130,3 +130,10 @@ def python(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture
+def no_driver(tmp_path):
+    """Environment in which libcuda.so.1 does not load, on any machine."""
+    (tmp_path / "libcuda.so.1").write_text("not a library")
+    return {"CUCKPT_LIBCUDA": None, "LD_LIBRARY_PATH": str(tmp_path)}

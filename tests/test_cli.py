@@ -41,8 +41,8 @@ def test_info_tells_an_old_driver():
     assert "custom storage  no, needs CUDA 13.4 (driver 615)\n" in result.stdout
 
 
-def test_info_succeeds_without_a_driver_and_says_so():
-    result = run("info", CUCKPT_LIBCUDA=None)
+def test_info_succeeds_without_a_driver_and_says_so(no_driver):
+    result = run("info", **no_driver)
     assert result.returncode == 0
     assert re.search(r"^driver +none$", result.stdout, re.MULTILINE)
     assert "Install the NVIDIA driver" in result.stdout

@@ -1,0 +1,254 @@
+"""The driver functions on a real driver and GPU; expectations were measured.
+
+Run with ``pytest --driver=real tests/gpu``.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+import uuid
+
+import pytest
+
+from cuckpt import driver
+from cuckpt.structs import (
+    CheckpointCheckpointArgs,
+    CheckpointLockArgs,
+    CheckpointRestoreArgs,
+    CheckpointUnlockArgs,
+)
+
+State = driver.ProcessState
+MIB = 1 << 20
+
+get_state = driver.checkpoint_process_get_state
+get_tid = driver.checkpoint_process_get_restore_thread_id
+lock = driver.checkpoint_process_lock
+checkpoint = driver.checkpoint_process_checkpoint
+restore = driver.checkpoint_process_restore
+unlock = driver.checkpoint_process_unlock
+
+
+def test_whole_cycle_keeps_the_content(target, gpu_uuid):
+    before = target.ask(f"fill {256 * MIB}")
+    tid = get_tid(target.pid)
+    assert os.path.exists(f"/proc/{target.pid}/task/{tid}")
+    assert get_state(target.pid) is State.RUNNING
+    lock(target.pid, CheckpointLockArgs(timeout_ms=10_000))
+    assert get_state(target.pid) is State.LOCKED
+    checkpoint(target.pid, CheckpointCheckpointArgs())
+    assert get_state(target.pid) is State.CHECKPOINTED
+    assert get_tid(target.pid) == tid
+    restore(target.pid, CheckpointRestoreArgs(gpu_pairs=[(gpu_uuid, gpu_uuid)]))
+    assert get_state(target.pid) is State.LOCKED
+    unlock(target.pid, CheckpointUnlockArgs())
+    assert get_state(target.pid) is State.RUNNING
+    assert target.ask("check") == before
+
+
+def test_calls_of_a_locked_target_wait_for_unlock(target):
+    before = target.ask(f"fill {MIB}")
+    lock(target.pid)
+    target.send("check")
+    assert target.is_silent(1)
+    checkpoint(target.pid)
+    restore(target.pid)
+    assert target.is_silent(1)
+    unlock(target.pid)
+    assert target.answer() == before
+
+
+def test_every_call_in_every_state(target):
+    pid = target.pid
+    calls = {"lock": lock, "checkpoint": checkpoint, "restore": restore, "unlock": unlock}
+    steps = [
+        (State.RUNNING, "lock"),
+        (State.LOCKED, "checkpoint"),
+        (State.CHECKPOINTED, "restore"),
+        (State.LOCKED, "unlock"),
+        (State.RUNNING, None),
+    ]
+    tid = get_tid(pid)
+    for state, allowed in steps:
+        permitted = {allowed} | ({"unlock", "checkpoint"} if state is State.LOCKED else set())
+        for name in set(calls) - permitted:
+            with pytest.raises(driver.IllegalStateError) as caught:
+                calls[name](pid)
+            assert caught.value.status == 401
+            assert f"{name} needs a" in str(caught.value)
+        assert get_state(pid) is state
+        assert get_tid(pid) == tid
+        if allowed:
+            calls[allowed](pid)
+
+
+def test_wrong_pairs_are_refused_and_change_nothing(target, gpu_uuid):
+    before = target.ask(f"fill {MIB}")
+    lock(target.pid)
+    checkpoint(target.pid)
+    other = uuid.uuid4()
+    for pairs in (
+        [(other, gpu_uuid)],
+        [(gpu_uuid, other)],
+        [(gpu_uuid, gpu_uuid)] * 2,
+    ):
+        with pytest.raises(driver.InvalidValueError, match="gpu_pairs"):
+            restore(target.pid, CheckpointRestoreArgs(gpu_pairs=pairs))
+        assert get_state(target.pid) is State.CHECKPOINTED
+    args = CheckpointRestoreArgs()
+    args.gpu_pairs_count = 1
+    with pytest.raises(ValueError, match="gpu_pairs is not set"):
+        restore(target.pid, args)  # the driver would crash this process
+    restore(target.pid, CheckpointRestoreArgs(gpu_pairs=[(gpu_uuid, gpu_uuid)]))
+    unlock(target.pid)
+    assert target.ask("check") == before
+
+
+def test_pairs_with_a_count_of_zero_do_not_remap(target):
+    lock(target.pid)
+    checkpoint(target.pid)
+    args = CheckpointRestoreArgs(gpu_pairs=[(uuid.uuid4(), uuid.uuid4())])
+    args.gpu_pairs_count = 0
+    restore(target.pid, args)
+    unlock(target.pid)
+
+
+@pytest.mark.parametrize(
+    ("call", "args"),
+    [
+        (lock, CheckpointLockArgs),
+        (checkpoint, CheckpointCheckpointArgs),
+        (restore, CheckpointRestoreArgs),
+        (unlock, CheckpointUnlockArgs),
+    ],
+    ids=["lock", "checkpoint", "restore", "unlock"],
+)
+def test_reserved_bytes_are_refused(target, call, args):
+    wrong = args()
+    memoryview(wrong).cast("B")[63] = 1
+    steps = {lock: [], checkpoint: [lock], restore: [lock, checkpoint], unlock: [lock]}
+    for step in steps[call]:
+        step(target.pid)
+    before = get_state(target.pid)
+    with pytest.raises(driver.InvalidValueError, match="reserved field"):
+        call(target.pid, wrong)
+    assert get_state(target.pid) is before
+
+
+def test_lock_times_out_while_a_kernel_runs(target):
+    assert target.ask("spin 3000") == "spinning"
+    start = time.monotonic()
+    with pytest.raises(driver.NotReadyError, match="timeout_ms was over"):
+        lock(target.pid, CheckpointLockArgs(timeout_ms=300))
+    assert 0.25 < time.monotonic() - start < 2.5
+    assert get_state(target.pid) is State.RUNNING
+    lock(target.pid)  # waits for the kernel
+    assert time.monotonic() - start > 2.5
+    unlock(target.pid)
+    assert target.ask("wait") == "waited"
+
+
+def test_other_threads_run_while_lock_waits(target):
+    assert target.ask("spin 1500") == "spinning"
+    waiter = threading.Thread(target=lock, args=[target.pid])
+    waiter.start()
+    ran = 0
+    while waiter.is_alive():
+        ran += 1
+        time.sleep(0.01)
+    assert ran > 50
+    unlock(target.pid)
+
+
+def test_managed_memory_cannot_be_checkpointed(target):
+    assert target.ask("manage") == "managed"
+    lock(target.pid)
+    with pytest.raises(driver.NotSupportedError, match="managed memory.*still LOCKED"):
+        checkpoint(target.pid)
+    assert get_state(target.pid) is State.LOCKED
+    unlock(target.pid)
+
+
+def test_custom_storage_answers_or_is_refused(target, gpu_uuid):
+    lock(target.pid)
+    args = CheckpointCheckpointArgs(custom_storage=True)
+    if driver.has_custom_storage():
+        context = driver.device_primary_ctx_retain(0)
+        assert context
+        checkpoint(target.pid, args)
+        assert get_state(target.pid) is State.CHECKPOINTING
+        assert len(args.custom_storage_info.per_device_data) == 1
+        driver.checkpoint_operation_complete(args)
+        assert get_state(target.pid) is State.CHECKPOINTED
+        driver.device_primary_ctx_release_v2(0)
+        return
+    with pytest.raises(driver.InvalidValueError, match=r"older than CUDA 13\.4"):
+        checkpoint(target.pid, args)
+    assert args.custom_storage_info is None
+    assert get_state(target.pid) is State.LOCKED
+    with pytest.raises(driver.FunctionNotFoundError, match=r"needs CUDA 13\.4 or later"):
+        driver.checkpoint_operation_complete(8)
+    unlock(target.pid)
+
+
+def test_thread_id_acts_on_its_process(target):
+    tid = get_tid(target.pid)
+    lock(tid)
+    assert get_state(target.pid) is get_state(tid) is State.LOCKED
+    unlock(target.pid)
+
+
+@pytest.mark.parametrize("call", [get_state, get_tid, lock])
+def test_who_cannot_be_asked_about(call):
+    for pid in -1, 0, 2**22 + 1:
+        with pytest.raises(driver.OperatingSystemError):
+            call(pid)
+    with pytest.raises(driver.NotInitializedError, match="no CUDA state"):
+        call(1)
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        with pytest.raises(driver.NotInitializedError, match="no CUDA state"):
+            call(sleeper.pid)
+        sleeper.kill()
+        os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(driver.NotInitializedError, match="zombie"):
+            call(sleeper.pid)
+    with pytest.raises(driver.OperatingSystemError, match="there is no process"):
+        call(sleeper.pid)
+
+
+def test_own_process_can_be_locked(gpu_uuid):
+    assert get_state(os.getpid()) is State.RUNNING
+    lock(os.getpid())
+    assert get_state(os.getpid()) is State.LOCKED
+    unlock(os.getpid())
+
+
+def test_call_about_a_stopped_target_waits(target):
+    target.process.send_signal(signal.SIGSTOP)
+    states = []
+    asker = threading.Thread(target=lambda: states.append(get_state(target.pid)))
+    asker.start()
+    asker.join(1)
+    assert asker.is_alive()
+    target.process.send_signal(signal.SIGCONT)
+    asker.join(30)
+    assert states == [State.RUNNING]
+
+
+def test_target_killed_during_the_call(target):
+    assert target.ask("spin 5000") == "spinning"
+    killer = threading.Timer(0.5, target.process.kill)
+    killer.start()
+    with pytest.raises(driver.OperatingSystemError):
+        lock(target.pid)
+    killer.join()
+
+
+def test_info_names_the_driver():
+    from cuckpt import cli
+
+    assert driver.driver_get_version() >= 12080
+    assert os.path.exists(driver.library_path())
+    assert cli.main(["info"]) == 0

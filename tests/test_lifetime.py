@@ -1,0 +1,144 @@
+"""What is pointed to is kept alive, and let go again."""
+
+import ctypes
+import gc
+import struct
+import sys
+
+import pytest
+
+from cuckpt import driver, structs
+from cuckpt.structs import CheckpointGpuPair, CheckpointRestoreArgs, Uuid
+
+CLASSES = [getattr(structs, name) for name in structs.__all__]
+OLD, NEW = bytes(range(16)), bytes(range(16, 32))
+
+every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+
+
+@every_class
+def test_from_buffer_holds_the_export(cls):
+    memory = bytearray(len(bytes(cls())))
+    made = cls.from_buffer(memory)
+    with pytest.raises(BufferError):
+        memory.extend(b"more")
+    del made
+    memory.extend(b"more")
+
+
+@every_class
+def test_from_ptr_holds_the_owner(cls):
+    owner = ctypes.create_string_buffer(64)
+    count = sys.getrefcount(owner)
+    made = cls.from_ptr(ctypes.addressof(owner), owner=owner)
+    assert sys.getrefcount(owner) == count + 1
+    del made
+    assert sys.getrefcount(owner) == count
+
+
+@every_class
+def test_cycle_with_the_owner_is_collected(cls):
+    class Owner:
+        alive = 0
+
+        def __init__(self):
+            Owner.alive += 1
+            self.memory = ctypes.create_string_buffer(64)
+            self.view = cls.from_ptr(ctypes.addressof(self.memory), owner=self)
+
+        def __del__(self):
+            Owner.alive -= 1
+
+    Owner()
+    gc.collect()
+    assert Owner.alive == 0
+
+
+def test_views_of_a_pair_hold_it():
+    memory = bytearray(32)
+    view = CheckpointGpuPair.from_buffer(memory).old_uuid
+    with pytest.raises(BufferError):
+        memory.clear()
+    view.bytes = OLD
+    assert memory[:16] == OLD
+    del view
+    memory.clear()
+
+
+def test_buffer_of_a_struct_holds_it():
+    view = memoryview(Uuid(OLD))
+    [Uuid(NEW) for _ in range(100)]
+    assert bytes(view) == OLD
+
+
+def test_struct_in_a_struct():
+    args = CheckpointRestoreArgs(gpu_pairs=[(OLD, NEW)])
+    address = args.gpu_pairs
+    view = CheckpointRestoreArgs.from_buffer(args)
+    del args
+    gc.collect()
+    [bytes(64) for _ in range(1000)]
+    assert view.gpu_pairs == address
+    assert ctypes.string_at(address, 32) == OLD + NEW
+
+
+def test_info_outlives_the_args_and_the_drivers_memory(hook):
+    array = ctypes.create_string_buffer(struct.pack("<QQQ", 0x7000, 10, 5))
+    info = ctypes.create_string_buffer(
+        struct.pack("<QQQ", 0xC0FFEE, ctypes.addressof(array), 1)
+    )
+
+    def answer(call, pid, argument):
+        out = ctypes.c_void_p.from_address(argument).value
+        ctypes.c_void_p.from_address(out).value = ctypes.addressof(info)
+        return 0
+
+    hook.answer(answer)
+    args = structs.CheckpointCheckpointArgs(custom_storage=True)
+    driver.checkpoint_process_checkpoint(1, args)
+    region = next(iter(args.custom_storage_info))
+    ctypes.memset(info, 0xFF, 24)
+    ctypes.memset(array, 0xFF, 24)
+    del args
+    gc.collect()
+    assert (region.dev_ptr, region.size, region.stream) == (0x7000, 10, 5)
+
+
+def resident_kib():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4
+
+
+def test_nothing_leaks(hook):
+    hook.remove()
+    memory = bytearray(64)
+
+    def everything():
+        args = CheckpointRestoreArgs(gpu_pairs=[(OLD, NEW)], custom_storage=True)
+        driver.checkpoint_process_restore(1, args)
+        driver.checkpoint_process_get_state(1)
+        driver.device_get_uuid_v2(0)
+        CheckpointGpuPair(OLD, NEW).old_uuid.bytes  # noqa: B018
+        CheckpointRestoreArgs.from_buffer(memory)
+        for wrong in "x", None, 2**40:
+            try:
+                driver.checkpoint_process_lock(wrong)
+            except (TypeError, OverflowError):
+                pass
+        hook.answer(401)
+        try:
+            driver.checkpoint_process_checkpoint(1, args.ptr)
+        except driver.IllegalStateError:
+            pass
+        hook.remove()
+
+    def many():
+        for _ in range(3000):
+            everything()
+        hook.calls.clear()
+        gc.collect()
+        return resident_kib()
+
+    many()
+    before = many()
+    assert many() - before < 256
