@@ -1,9 +1,7 @@
 """GPU UUIDs: parse and format every common form."""
 
-from typing import Any
 
-
-def to_bytes(uuid: Any) -> bytes:
+def to_bytes(uuid: object) -> bytes:
     """Return the 16 bytes of a GPU UUID.
 
     Parameters
@@ -30,7 +28,7 @@ def to_bytes(uuid: Any) -> bytes:
         return _parse(uuid)
     content = getattr(uuid, "bytes", uuid)
     try:
-        content = memoryview(content).tobytes()
+        content = memoryview(content).tobytes()  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(
             "a GPU UUID must be text, 16 bytes or a UUID object, "

@@ -15,6 +15,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+
+# `python -m pytest` puts the checkout before the installed package.
+if not list((ROOT / "cuckpt").glob("_driver.*.so")):
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+
 HOOK = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p
 )
