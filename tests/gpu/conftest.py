@@ -21,7 +21,8 @@ class Target:
         )
         self.pid = self.process.pid
         self._lines = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
 
     def _read(self):
         for line in self.process.stdout:
@@ -53,8 +54,9 @@ class Target:
 
     def end(self):
         self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
+        self._reader.join()
+        with self.process:  # closes the pipes
+            pass
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ Uses libcuda directly, so that it needs nothing but a driver and a GPU.
 
 import ctypes
 import hashlib
-import random
+import os
 import sys
 
 SPIN = b"""
@@ -50,7 +50,7 @@ def fill(text):
     """Allocate device memory and fill it with random bytes; return their digest."""
     global size
     size = int(text)
-    content = random.randbytes(size)
+    content = os.urandom(size)
     call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
     call("cuMemcpyHtoD_v2", pointer, content, ctypes.c_size_t(size))
     return f"{pointer.value:#x} {hashlib.sha256(content).hexdigest()}"
