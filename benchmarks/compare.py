@@ -143,9 +143,7 @@ def failing_calls(library, scope):
     )
     scope |= {"hook": hook, "failing": failing}
     return {
-        name: timeit.Timer(
-            statement, setup.replace("DRIVER", name), globals=scope
-        )
+        name: timeit.Timer(statement, setup.replace("DRIVER", name), globals=scope)
         for name in ("cuckpt", "v2")
     }
 
@@ -210,7 +208,9 @@ def build_cython_calls(folder):
         [str(HERE / "cython_calls.pyx")],
         include_dirs=[f"{header[0]}/include"],
     )
-    modules = cythonize([extension], build_dir=str(folder), language_level=3, quiet=True)
+    modules = cythonize(
+        [extension], build_dir=str(folder), language_level=3, quiet=True
+    )
     command = Distribution({"ext_modules": modules}).get_command_obj("build_ext")
     command.build_lib = command.build_temp = str(folder)
     command.ensure_finalized()

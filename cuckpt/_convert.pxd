@@ -48,7 +48,7 @@ cdef inline long long as_integer(
 
 cdef inline long long as_integer_slowly(
         object value, str name, long long low, long long high) except? -1:
-    cdef int overflow
+    cdef int overflow = 0
     cdef long long number
     if not PyIndex_Check(value):
         raise TypeError(

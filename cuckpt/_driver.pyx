@@ -202,7 +202,7 @@ cdef bint has_function(const char *name, int version) except -1:
 
 cdef void *look_up(const char *name, int version) except? NULL:
     cdef void *found = NULL
-    cdef int status
+    cdef int status = 0
     open_library()
     if get_proc_address == NULL:  # a driver older than CUDA 12.0
         return dlsym(library, name)

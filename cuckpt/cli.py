@@ -98,5 +98,3 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         f"CUDA version    {major}.{minor // 10}",
         f"custom storage  {offered}",
     ]
-
-

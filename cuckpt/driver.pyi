@@ -5,8 +5,6 @@ from cuckpt.errors import *
 from cuckpt.structs import *
 from cuckpt.structs import (
     CustomStorageArgs,
-)
-from cuckpt.structs import (
     checkpoint_checkpoint_args_dtype as checkpoint_checkpoint_args_dtype,
     checkpoint_custom_storage_info_dtype as checkpoint_custom_storage_info_dtype,
     checkpoint_custom_storage_per_device_data_dtype as checkpoint_custom_storage_per_device_data_dtype,

@@ -23,6 +23,7 @@ from libc.string cimport memcpy
 
 from cuckpt._convert cimport as_address, as_int32, as_uint32
 from cuckpt._driver cimport (
+    CUDA_ERROR_NOT_FOUND,
     CUDA_SUCCESS,
     CUcheckpointCheckpointArgs,
     CUcheckpointCustomStorageInfo,
@@ -675,7 +676,7 @@ cdef object restore_with(object args, int pid):
     cdef CUcheckpointRestoreArgs *p_args = NULL
     cdef CUcheckpointCustomStorageInfo *cell = NULL
     cdef Pointees asker = None
-    cdef bytes pairs = None  # the array at gpuPairs: alive during the call
+    cdef bytes pairs = None
     cdef CUresult result
     if snapshot(args, CheckpointRestoreArgs, &c_args):
         p_args = &c_args
@@ -684,12 +685,19 @@ cdef object restore_with(object args, int pid):
         if c_args.customStorageInfo_out != NULL:
             asker = redirect(args, &c_args.customStorageInfo_out, &cell)
     try:
-        with nogil:
-            result = cuCheckpointProcessRestore(pid, p_args)
+        result = restore_keeping(pairs, pid, p_args)
     finally:
         end_call(asker)
     check_process(result, "cuCheckpointProcessRestore", pid)
     take_answer(asker, cell)
+
+
+cdef inline CUresult restore_keeping(
+        bytes pairs, int pid, CUcheckpointRestoreArgs *args
+        ) except ?CUDA_ERROR_NOT_FOUND:
+    """Restore; `pairs`, the array that `args` points to, lives meanwhile."""
+    with nogil:
+        return cuCheckpointProcessRestore(pid, args)
 
 
 cdef bytes checked_pairs(object args, CUcheckpointRestoreArgs *c_args):

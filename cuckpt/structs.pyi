@@ -1,10 +1,10 @@
 import builtins
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Protocol, SupportsIndex, TypeAlias
+from typing import Any, ClassVar, Protocol, Self, SupportsIndex, TypeAlias
 
 import numpy
-from typing_extensions import Buffer, Self, disjoint_base
+from typing_extensions import Buffer, disjoint_base
 
 __all__ = [
     "CheckpointCheckpointArgs",
@@ -96,7 +96,9 @@ _Pairs: TypeAlias = Iterable[CheckpointGpuPair | tuple[_Uuid, _Uuid]]
 
 class CheckpointRestoreArgs(CustomStorageArgs):
     def __init__(
-        self, *, gpu_pairs: _Pairs | SupportsIndex | None = None,
+        self,
+        *,
+        gpu_pairs: _Pairs | SupportsIndex | None = None,
         custom_storage: bool = False,
     ) -> None: ...
     @property

@@ -20,9 +20,7 @@ ROOT = Path(__file__).parent.parent
 if not list((ROOT / "cuckpt").glob("_driver.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 
-HOOK = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p
-)
+HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p)
 
 
 def pytest_addoption(parser):
@@ -43,7 +41,9 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     needs_gpu = (ROOT / "tests/gpu") in (collection_path, *collection_path.parents)
-    if collection_path.is_file() and needs_gpu != (config.getoption("driver") == "real"):
+    if collection_path.is_file() and needs_gpu != (
+        config.getoption("driver") == "real"
+    ):
         return True
     return None
 

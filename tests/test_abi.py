@@ -69,8 +69,10 @@ def compile_with_cuda_h(tmp_path, suffix, statements):
         + "\n".join(statements)
     )
     return subprocess.run(
-        ["cc", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
-        + ["-Wno-unused-function", f"-I{CUDA_H.parent}", source],
+        [
+            *("cc", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"),
+            *("-Wno-unused-function", f"-I{CUDA_H.parent}", source),
+        ],
         capture_output=True,
         text=True,
     )
@@ -97,7 +99,9 @@ def test_structs_match_cuda_h(tmp_path, suffix):
 
 
 def test_comparison_notices_a_difference(tmp_path):
-    wrong = "CUCKPT_STATIC_ASSERT(sizeof(CUuuid) == sizeof(cuckpt_CUcheckpointGpuPair));"
+    wrong = (
+        "CUCKPT_STATIC_ASSERT(sizeof(CUuuid) == sizeof(cuckpt_CUcheckpointGpuPair));"
+    )
     result = compile_with_cuda_h(tmp_path, ".c", [wrong])
     assert "static assertion failed" in result.stderr
 
@@ -145,7 +149,9 @@ def test_enum_is_complete(enum, tag, prefix):
 
 
 def test_python_enums_are_the_c_ones():
-    assert {f"CUDA_{r.name}": int(r) for r in errors.Result} == declared_enum("CUresult")
+    assert {f"CUDA_{r.name}": int(r) for r in errors.Result} == declared_enum(
+        "CUresult"
+    )
     assert {
         f"CU_PROCESS_STATE_{s.name}": int(s) for s in errors.ProcessState
     } == declared_enum("CUprocessState")

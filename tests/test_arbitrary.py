@@ -8,8 +8,7 @@ import inspect
 import uuid
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cuckpt import driver, errors, hints, structs, uuids
 
@@ -57,7 +56,9 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "parameters"), FUNCTIONS, ids=[n for n, _ in FUNCTIONS])
+@pytest.mark.parametrize(
+    ("name", "parameters"), FUNCTIONS, ids=[n for n, _ in FUNCTIONS]
+)
 @given(data=st.data())
 def test_functions(name, parameters, data):
     values = {
@@ -74,7 +75,9 @@ def test_struct_classes(cls, data):
     parameters = list(inspect.signature(cls).parameters)
     keywords = {
         name: data.draw(not_integers if name in ADDRESSES else anything)
-        for name in data.draw(st.lists(st.sampled_from([*parameters, "x"]), unique=True))
+        for name in data.draw(
+            st.lists(st.sampled_from([*parameters, "x"]), unique=True)
+        )
     }
     made = tried(cls, **keywords) or cls()
     tried(cls, *data.draw(st.lists(not_integers, max_size=3)))

@@ -64,7 +64,13 @@ def test_info_fails_with_a_choice_that_does_not_load():
 def test_info_json(library, expected):
     chosen = {"CUCKPT_LIBCUDA": library} if library else {}
     facts = json.loads(run("info", "--json", **chosen).stdout)
-    assert list(facts) == ["cuckpt", "driver", "cuda_version", "custom_storage", "error"]
+    assert list(facts) == [
+        "cuckpt",
+        "driver",
+        "cuda_version",
+        "custom_storage",
+        "error",
+    ]
     assert facts.items() >= expected.items()
 
 

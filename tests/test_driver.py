@@ -147,7 +147,9 @@ def test_wrong_numbers_are_refused_by_name(hook, function, parameter):
         with pytest.raises(TypeError, match=f"{parameter} must be an integer, not"):
             getattr(driver, function)(wrong)
     for wrong in 2**32, -(2**31) - 1, 2**64, -(2**64):
-        with pytest.raises(OverflowError, match=f"{parameter} must be between .*{wrong}"):
+        with pytest.raises(
+            OverflowError, match=f"{parameter} must be between .*{wrong}"
+        ):
             getattr(driver, function)(wrong)
     assert hook.calls == []
 
@@ -363,7 +365,10 @@ def test_complete_refuses_what_names_no_operation(hook):
 
     for wrong, text in (
         (CheckpointCheckpointArgs(), "hold no custom-storage operation"),
-        (CheckpointRestoreArgs(custom_storage=True), "hold no custom-storage operation"),
+        (
+            CheckpointRestoreArgs(custom_storage=True),
+            "hold no custom-storage operation",
+        ),
         (CheckpointCustomStorageInfo(), "null"),
         (0, "null"),
     ):

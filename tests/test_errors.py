@@ -25,7 +25,9 @@ def sleeper():
         process.kill()
 
 
-@pytest.mark.parametrize("result", [r for r in errors.Result if r], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "result", [r for r in errors.Result if r], ids=lambda r: r.name
+)
 def test_every_result_raises_its_own_class(hook, result):
     hook.answer(int(result))
     with pytest.raises(driver.DriverError) as caught:
@@ -34,7 +36,7 @@ def test_every_result_raises_its_own_class(hook, result):
     assert str(caught.value).startswith(f"{result.name} ({int(result)})")
     assert caught.value.args == (f"{result.name} ({int(result)})",)
     assert isinstance(caught.value, errors._CLASSES[result])
-    assert len({cls for cls in errors._CLASSES.values()}) == len(errors.Result) - 1
+    assert len(set(errors._CLASSES.values())) == len(errors.Result) - 1
 
 
 def test_unknown_result_raises_the_base_class(hook):
@@ -57,7 +59,9 @@ def test_error_names_call_and_pid(hook):
         with pytest.raises(driver.UnknownError, match=f"from {call} for pid 77$") as e:
             getattr(driver, f"checkpoint_process_{verb}")(77)
         assert (e.value.call, e.value.pid) == (call, 77)
-    with pytest.raises(driver.UnknownError, match="from cuCheckpointOperationComplete$"):
+    with pytest.raises(
+        driver.UnknownError, match=r"from cuCheckpointOperationComplete$"
+    ):
         driver.checkpoint_operation_complete(16)
 
 

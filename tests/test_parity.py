@@ -257,7 +257,9 @@ def test_custom_storage_of_cuckpt_works_through_v2(hook):
 # Errors
 
 
-@pytest.mark.parametrize("result", [r for r in errors.Result if r], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "result", [r for r in errors.Result if r], ids=lambda r: r.name
+)
 def test_error_is_an_instance_of_the_peers_class(hook, result):
     hook.answer(int(result))
     ours, theirs = both("lock")
@@ -308,6 +310,7 @@ def test_errors_are_plain_until_the_peer_is_loaded(python):
     program = """
 import ctypes, os
 from cuckpt import driver
+name = "OperatingSystemError"
 hook = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p)(
     lambda *_: 304)
 library = ctypes.CDLL(os.environ["CUCKPT_LIBCUDA"])
@@ -317,7 +320,7 @@ def bases():
     try:
         driver.checkpoint_process_get_state(1)
     except driver.OperatingSystemError as error:
-        return [cls.__module__ for cls in type(error).__mro__ if cls.__name__ == "OperatingSystemError"]
+        return [c.__module__ for c in type(error).__mro__ if c.__name__ == name]
 print(bases())
 import cuda.bindings._v2.driver
 print(bases())
@@ -372,12 +375,14 @@ except TypeError:
 """
 
 
+PRELOAD = "import ctypes; ctypes.CDLL(os.environ['CUCKPT_LIBCUDA'])\n"
+
+
 def test_program_for_v2_runs_with_the_import_replaced(python):
     outputs = [
         python(PROGRAM.format(imports=imports)).stdout
         for imports in (
-            "import ctypes; ctypes.CDLL(os.environ['CUCKPT_LIBCUDA'])\n"
-            "from cuda.bindings._v2 import driver",
+            PRELOAD + "from cuda.bindings._v2 import driver",
             "from cuckpt import driver",
         )
     ]

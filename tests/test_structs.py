@@ -57,7 +57,11 @@ def test_new_object_is_zero(cls):
 @every_class
 def test_buffer_protocol_gives_the_bytes(cls):
     view = memoryview(cls())
-    assert (view.nbytes, view.format, view.shape) == (size_of(cls), "b", (size_of(cls),))
+    assert (view.nbytes, view.format, view.shape) == (
+        size_of(cls),
+        "b",
+        (size_of(cls),),
+    )
     assert not view.readonly
     view.cast("B")[:] = bytes(range(size_of(cls)))
     assert bytes(view.obj) == bytes(range(size_of(cls)))
@@ -424,7 +428,9 @@ def holding_addresses():
     yield CheckpointCustomStoragePerDeviceData.from_buffer(struct.pack("<QQQ", 1, 0, 0))
 
 
-@pytest.mark.parametrize("made", list(holding_addresses()), ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "made", list(holding_addresses()), ids=lambda m: type(m).__name__
+)
 def test_bare_address_can_be_copied_but_not_pickled(made):
     assert copy.copy(made) == made
     with pytest.raises(TypeError, match=f"cannot pickle a {type(made).__name__}"):
@@ -497,4 +503,3 @@ def test_region_has_the_cuda_array_interface():
     )
     without_stream = CheckpointCustomStoragePerDeviceData()
     assert without_stream.__cuda_array_interface__["stream"] is None
-

@@ -10,7 +10,9 @@ import cuckpt
 from cuckpt import driver, errors, structs
 
 SOURCE = files(cuckpt)
-FUNCTIONS = [name for name in driver.__all__ if inspect.isroutine(getattr(driver, name))]
+FUNCTIONS = [
+    name for name in driver.__all__ if inspect.isroutine(getattr(driver, name))
+]
 STRUCTS = [getattr(structs, name) for name in structs.__all__]
 
 
@@ -21,7 +23,9 @@ def declared_functions():
 
 def test_driver_pxd_exports_every_c_function():
     text = (SOURCE / "driver.pxd").read_text()
-    assert set(re.findall(r"^    (cu\w+),$", text, re.MULTILINE)) == declared_functions()
+    assert (
+        set(re.findall(r"^    (cu\w+),$", text, re.MULTILINE)) == declared_functions()
+    )
 
 
 def test_every_c_function_has_a_python_function():

@@ -36,7 +36,8 @@ def with_args(verb):
 
 @pytest.mark.parametrize(
     "call",
-    [*CALLS.values()] + [with_args(v) for v in ("lock", "checkpoint", "restore", "unlock")],
+    [*CALLS.values()]
+    + [with_args(v) for v in ("lock", "checkpoint", "restore", "unlock")],
     ids=[*CALLS, "lock-args", "checkpoint-args", "restore-args", "unlock-args"],
 )
 def test_other_threads_run_while_a_call_blocks(hook, call):

@@ -1,8 +1,7 @@
 import uuid
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cuckpt import uuids
 from cuckpt.structs import Uuid
@@ -44,7 +43,7 @@ def test_to_bytes_takes_every_common_form(form):
         TEXT.replace("-89ab", " 89ab"),
         " " * 32,
         "MIG" + TEXT[3:],
-        "０" * 32,
+        "\uff10" * 32,
     ],
 )
 def test_to_bytes_names_malformed_text(text):

@@ -61,27 +61,33 @@ def test_calls_of_a_locked_target_wait_for_unlock(target):
 
 
 def test_every_call_in_every_state(target):
-    pid = target.pid
-    calls = {"lock": lock, "checkpoint": checkpoint, "restore": restore, "unlock": unlock}
-    steps = [
+    pid, tid = target.pid, get_tid(target.pid)
+    calls = {
+        "lock": lock,
+        "checkpoint": checkpoint,
+        "restore": restore,
+        "unlock": unlock,
+    }
+    allowed = {
+        State.RUNNING: {"lock"},
+        State.LOCKED: {"checkpoint", "unlock"},
+        State.CHECKPOINTED: {"restore"},
+    }
+    for state, step in (
         (State.RUNNING, "lock"),
         (State.LOCKED, "checkpoint"),
         (State.CHECKPOINTED, "restore"),
         (State.LOCKED, "unlock"),
-        (State.RUNNING, None),
-    ]
-    tid = get_tid(pid)
-    for state, allowed in steps:
-        permitted = {allowed} | ({"unlock", "checkpoint"} if state is State.LOCKED else set())
-        for name in set(calls) - permitted:
+    ):
+        for name in calls.keys() - allowed[state]:
             with pytest.raises(driver.IllegalStateError) as caught:
                 calls[name](pid)
             assert caught.value.status == 401
             assert f"{name} needs a" in str(caught.value)
         assert get_state(pid) is state
         assert get_tid(pid) == tid
-        if allowed:
-            calls[allowed](pid)
+        calls[step](pid)
+    assert get_state(pid) is State.RUNNING
 
 
 def test_wrong_pairs_are_refused_and_change_nothing(target, gpu_uuid):
@@ -165,7 +171,7 @@ def test_other_threads_run_while_lock_waits(target):
 def test_managed_memory_cannot_be_checkpointed(target):
     assert target.ask("manage") == "managed"
     lock(target.pid)
-    with pytest.raises(driver.NotSupportedError, match="managed memory.*still LOCKED"):
+    with pytest.raises(driver.NotSupportedError, match=r"managed memory.*still LOCKED"):
         checkpoint(target.pid)
     assert get_state(target.pid) is State.LOCKED
     unlock(target.pid)
@@ -188,7 +194,9 @@ def test_custom_storage_answers_or_is_refused(target, gpu_uuid):
         checkpoint(target.pid, args)
     assert args.custom_storage_info is None
     assert get_state(target.pid) is State.LOCKED
-    with pytest.raises(driver.FunctionNotFoundError, match=r"needs CUDA 13\.4 or later"):
+    with pytest.raises(
+        driver.FunctionNotFoundError, match=r"needs CUDA 13\.4 or later"
+    ):
         driver.checkpoint_operation_complete(8)
     unlock(target.pid)
 
