@@ -17,6 +17,7 @@ setup(
             Extension(f"cuckpt.{name}", [f"cuckpt/{name}.pyx"], libraries=["dl"])
             for name in ("_driver", "structs", "driver")
         ],
+        build_dir="build",  # for the generated C
         compiler_directives=DIRECTIVES,
     ),
 )

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,10 +88,15 @@ def _facts() -> dict[str, Any]:
 def _lines(facts: dict[str, Any]) -> list[str]:
     lines = [f"cuckpt          {facts['cuckpt']}"]
     if facts["driver"] is None:
-        return [*lines, "driver          none", "", facts["error"]]
+        return [*lines, "driver          none", "", *textwrap.wrap(facts["error"], 78)]
     lines.append(f"driver          {facts['driver']}")
     if facts["cuda_version"] is None:
-        return [*lines, "CUDA version    unknown", "", facts["error"]]
+        return [
+            *lines,
+            "CUDA version    unknown",
+            "",
+            *textwrap.wrap(facts["error"], 78),
+        ]
     major, minor = divmod(facts["cuda_version"], 1000)
     offered = "yes" if facts["custom_storage"] else "no, needs CUDA 13.4 (driver 615)"
     return [

@@ -1,6 +1,5 @@
 from typing import SupportsIndex, TypeAlias
 
-from cuckpt import errors, structs
 from cuckpt.errors import *
 from cuckpt.structs import *
 from cuckpt.structs import (
@@ -44,24 +43,3 @@ def checkpoint_operation_complete(
 ) -> None: ...
 def library_path() -> str: ...
 def has_custom_storage() -> bool: ...
-
-__all__ = [
-    "checkpoint_operation_complete",
-    "checkpoint_process_checkpoint",
-    "checkpoint_process_get_restore_thread_id",
-    "checkpoint_process_get_state",
-    "checkpoint_process_lock",
-    "checkpoint_process_restore",
-    "checkpoint_process_unlock",
-    "device_get",
-    "device_get_count",
-    "device_get_uuid_v2",
-    "device_primary_ctx_release_v2",
-    "device_primary_ctx_retain",
-    "driver_get_version",
-    "has_custom_storage",
-    "init",
-    "library_path",
-]
-__all__ += errors.__all__
-__all__ += structs.__all__

@@ -459,10 +459,11 @@ def test_custom_storage_points_into_the_args(cls):
 
 
 def test_info_of_its_own_has_no_regions():
+    zero = CheckpointCustomStorageInfo()
     for info in (
-        CheckpointCustomStorageInfo(),
+        zero,
         CheckpointCustomStorageInfo.from_buffer(struct.pack("<QQQ", 1, 4096, 1)),
-        CheckpointCustomStorageInfo.from_ptr(CheckpointCustomStorageInfo().ptr),
+        CheckpointCustomStorageInfo.from_ptr(zero.ptr),
     ):
         with pytest.raises(ValueError, match="no per-device data"):
             info.per_device_data  # noqa: B018
