@@ -15,7 +15,14 @@ __all__ = [*_MODULES, "__version__"]
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return importlib.import_module(f"cuckpt.{name}")
+        try:
+            return importlib.import_module(f"cuckpt.{name}")
+        except ModuleNotFoundError as error:
+            error.add_note(
+                f"cuckpt is imported from {__path__[0]}. If that is its source, it is "
+                "not built there: run from another folder, or with python -P."
+            )
+            raise
     if name == "__version__":
         from importlib.metadata import version
 

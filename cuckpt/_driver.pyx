@@ -91,6 +91,7 @@ cdef extern from *:
 cdef extern from "<dlfcn.h>":
     void *dlopen(const char *file, int mode)
     void *dlsym(void *handle, const char *name)
+    int dlclose(void *handle)
     char *dlerror()
     int dlinfo(void *handle, int request, void *info)
     int RTLD_NOW
@@ -226,6 +227,11 @@ cdef int open_library() except -1:
             load_failure(path.decode(errors="replace"),
                          dlerror().decode(errors="replace"))
         )
+    if dlsym(handle, "cuInit") == NULL:
+        dlclose(handle)
+        raise catchable(DynamicLibNotFoundError)(
+            f"{path.decode(errors='replace') or 'libcuda.so.1'} is not a CUDA "
+            "driver: it has no cuInit")
     get_proc_address = <GetProcAddress> dlsym(handle, "cuGetProcAddress_v2")
     library = handle
     return 0
@@ -254,7 +260,7 @@ cdef str driver_version():
     cdef int version = 0
     if found == NULL or (<CUresult (*)(int *) noexcept nogil> found)(
             &version) != CUDA_SUCCESS:
-        return "not a CUDA driver"
+        return "version unknown"
     return f"CUDA {dotted(version)}"
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.set_defaults(run=info)
+    verb = verbs.add_parser(
+        "simulate",
+        help="run a command on a simulated machine with GPUs",
+        usage="cuckpt simulate [options] -- CMD...",
+        description="Run a command on a simulated machine with GPUs. The exit "
+        "status is the command's; 127 if there is no such command.",
+    )
+    verb.add_argument("--gpus", type=int, default=1, metavar="N", help="default 1")
+    verb.add_argument(
+        "--memory",
+        type=_size,
+        default=_size("8GiB"),
+        metavar="SIZE",
+        help="of each GPU: bytes, or as 512MiB or 4GiB; default 8GiB",
+    )
+    verb.add_argument(
+        "--driver-version",
+        type=_version,
+        default=_version("13.5"),
+        metavar="V",
+        help="as 13.5 or 13050; default 13.5",
+    )
+    verb.add_argument("command", nargs="+", metavar="CMD", help=argparse.SUPPRESS)
+    verb.set_defaults(run=simulate)
+    verb = verbs.add_parser(
+        "demo",
+        help="checkpoint, restore and check a real process",
+        description="Start a process that fills GPU memory with random bytes, "
+        "suspend it, restore it and check every byte; then the same through "
+        "custom storage. On the real driver and a GPU if there are, else on a "
+        "simulated machine. Exits 0 only if every check passed.",
+    )
+    verb.add_argument(
+        "--memory",
+        type=_size,
+        default=_size("64MiB"),
+        metavar="SIZE",
+        help="how much the process fills; default 64MiB",
+    )
+    verb.set_defaults(run=demonstrate)
     arguments = parser.parse_args(argv)
     if "run" not in arguments:
         parser.print_help()
@@ -57,6 +98,45 @@ def info(arguments: argparse.Namespace) -> int:
     return 1 if facts["driver"] is None and os.environ.get("CUCKPT_LIBCUDA") else 0
 
 
+def simulate(arguments: argparse.Namespace) -> int:
+    """Become the command, on a simulated machine."""
+    from cuckpt.simulator import Machine
+
+    try:
+        machine = Machine(arguments.gpus, arguments.memory, arguments.driver_version)
+        machine.execute(arguments.command)
+    except ValueError as error:
+        print(f"cuckpt simulate: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"cuckpt simulate: {arguments.command[0]}: {error}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def demonstrate(arguments: argparse.Namespace) -> int:
+    """Run the demo."""
+    from cuckpt.demo import main as demo
+
+    return demo(arguments.memory)
+
+
+def _size(text: str) -> int:
+    number = text.removesuffix("B").removesuffix("i")
+    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+    if text.endswith("iB") and number[-1:] in factors:
+        return int(number[:-1]) * factors[number[-1]]
+    return int(text)
+
+
+def _version(text: str) -> int:
+    major, dot, minor = text.partition(".")
+    return int(major) * 1000 + int(minor) * 10 if dot else int(text)
+
+
+_size.__name__ = "size"  # as argparse names it in its errors
+_version.__name__ = "version"
+
+
 def _facts() -> dict[str, Any]:
     """Return what `info` prints, as documented for ``--json``.
 
@@ -69,11 +149,13 @@ def _facts() -> dict[str, Any]:
         "cuckpt": cuckpt.__version__,
         "driver": None,
         "cuda_version": None,
+        "checkpoint": False,
         "custom_storage": False,
         "error": None,
     }
     try:
         facts["driver"] = driver.library_path()
+        facts["checkpoint"] = driver.has_checkpoint()
         facts["custom_storage"] = driver.has_custom_storage()
         facts["cuda_version"] = driver.driver_get_version()
     except (
@@ -98,9 +180,11 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             *textwrap.wrap(facts["error"], 78),
         ]
     major, minor = divmod(facts["cuda_version"], 1000)
-    offered = "yes" if facts["custom_storage"] else "no, needs CUDA 13.4 (driver 615)"
+    checkpoint = "yes" if facts["checkpoint"] else "no, needs CUDA 12.8 (driver 570)"
+    custom = "yes" if facts["custom_storage"] else "no, needs CUDA 13.4 (driver 615)"
     return [
         *lines,
         f"CUDA version    {major}.{minor // 10}",
-        f"custom storage  {offered}",
+        f"checkpoint      {checkpoint}",
+        f"custom storage  {custom}",
     ]

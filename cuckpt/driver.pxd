@@ -1,23 +1,9 @@
-"""For other Cython code: the C functions, named as in cuda.bindings.cydriver.
+"""For other Cython code: the C functions and types of cuckpt._driver.
 
-    from cuckpt.driver cimport cuCheckpointProcessRestore
+    from cuckpt.driver cimport CUresult, cuCheckpointProcessRestore
 
-The types are in `cuckpt._driver`, the struct classes in `cuckpt.structs`.
+They are named as in `cuda.bindings.cydriver`. The struct classes are in
+`cuckpt.structs`.
 """
 
-from cuckpt._driver cimport (
-    cuCheckpointOperationComplete,
-    cuCheckpointProcessCheckpoint,
-    cuCheckpointProcessGetRestoreThreadId,
-    cuCheckpointProcessGetState,
-    cuCheckpointProcessLock,
-    cuCheckpointProcessRestore,
-    cuCheckpointProcessUnlock,
-    cuDeviceGet,
-    cuDeviceGetCount,
-    cuDeviceGetUuid,
-    cuDevicePrimaryCtxRelease,
-    cuDevicePrimaryCtxRetain,
-    cuDriverGetVersion,
-    cuInit,
-)
+from cuckpt._driver cimport *

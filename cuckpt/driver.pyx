@@ -76,6 +76,7 @@ __all__ = errors.__all__ + structs.__all__ + [
     "device_primary_ctx_release_v2",
     "device_primary_ctx_retain",
     "driver_get_version",
+    "has_checkpoint",
     "has_custom_storage",
     "init",
     "library_path",
@@ -450,9 +451,9 @@ def checkpoint_process_restore(pid, args=None):
     pid : int
         The process; with custom storage not the caller.
     args : CheckpointRestoreArgs or int, optional
-        Which GPUs to restore onto (all of the machine must be named), and
-        whether to use custom storage. An int is the address of a C struct;
-        the struct objects of cuda.bindings are taken as well.
+        Which GPUs to restore onto, and whether to use custom storage. An int
+        is the address of a C struct; the struct objects of cuda.bindings are
+        taken as well.
 
     Raises
     ------
@@ -580,6 +581,26 @@ def library_path():
     return path_of_library()
 
 
+def has_checkpoint():
+    """Tell whether the driver can checkpoint processes (CUDA 12.8 or later).
+
+    Returns
+    -------
+    bool
+        Whether it has the process functions.
+
+    Raises
+    ------
+    DynamicLibNotFoundError
+        If no driver can be loaded.
+
+    See Also
+    --------
+    cuCheckpointProcessGetState : the function whose presence decides.
+    """
+    return has_function(b"cuCheckpointProcessGetState", 12080)
+
+
 def has_custom_storage():
     """Tell whether the driver offers custom storage (CUDA 13.4 or later).
 
@@ -604,6 +625,10 @@ def __getattr__(name):
     if name in structs._DTYPES:
         return getattr(structs, name)  # made when asked for
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*__all__, *structs._DTYPES])
 
 
 cdef inline int check(CUresult result, str call) except -1:
@@ -765,7 +790,9 @@ cdef Operation find_operation(
     if isinstance(handle, CustomStorageArgs):
         info = handle.custom_storage_info
         if info is None:
-            raise ValueError("these args hold no custom-storage operation")
+            raise ValueError(
+                "these args hold no custom-storage operation: make the call with "
+                "custom_storage=True first")
     elif isinstance(handle, CheckpointCustomStorageInfo):
         info = handle
     if info is not None:

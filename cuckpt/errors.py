@@ -138,6 +138,8 @@ class ProcessState(IntEnum):
     CHECKPOINTING = 4
     RESTORING = 5
 
+    __str__ = IntEnum.__repr__  # print(state) tells more than a number
+
 
 class DriverError(Exception):
     """A driver call returned an error.

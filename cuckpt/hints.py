@@ -44,7 +44,9 @@ def _not_initialized(pid: int) -> str:
     if pid == os.getpid():
         return "this process has not called cuInit; call init(0) first"
     status = _read_status(pid)
-    if status and status["State"].startswith("Z"):
+    if status is None:
+        return _unseen(pid)
+    if status["State"].startswith("Z"):
         return f"process {pid} is a zombie: it has ended"
     return (
         f"process {pid} has no CUDA state: it has not called cuInit, or uses the "
@@ -57,10 +59,7 @@ def _operating_system(pid: int) -> str:
         return "a process id is a positive number"
     status = _read_status(pid)
     if status is None:
-        return (
-            f"there is no process {pid} to be seen: it has ended, lives in another "
-            "pid namespace, or is hidden (mount option hidepid of /proc)"
-        )
+        return _unseen(pid)
     owner = int(status["Uid"].split()[0])
     if os.geteuid() not in (0, owner):
         return (
@@ -77,6 +76,13 @@ def _operating_system(pid: int) -> str:
         "(cuIpcOpenMemHandle), or was lost in an earlier failed restore"
         + _thread_note(pid, status)
         + _stopped_note(status)
+    )
+
+
+def _unseen(pid: int) -> str:
+    return (
+        f"there is no process {pid} to be seen: it has ended, lives in another pid "
+        "namespace, or is hidden (mount option hidepid of /proc)"
     )
 
 
@@ -117,6 +123,7 @@ _RESTORE = "cuCheckpointProcessRestore"
 _UNLOCK = "cuCheckpointProcessUnlock"
 _COMPLETE = "cuCheckpointOperationComplete"
 
+_ASK = "checkpoint_process_get_state tells its state"
 _RESERVED = "a reserved field of the arguments is not zero"
 
 # (status, call): cause; call None stands for every call.
@@ -139,20 +146,26 @@ _TABLE: dict[tuple[int, str | None], str] = {
     ),
     (2, _CHECKPOINT): "too little host memory, or the GPU is in MIG mode",
     (3, None): "cuInit has not been called in this process; call init(0) first",
+    (34, None): (
+        "this libcuda is the stub that programs are linked against; use the one that "
+        "the NVIDIA driver installs"
+    ),
+    (46, None): "the GPU is in use by another process or in exclusive mode",
     (36, None): "the NVIDIA kernel module is older than this libcuda",
     (100, None): "no GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES",
     (201, _CHECKPOINT): (
         "custom storage needs init(0) and a retained primary context of every GPU "
         "that the process uses (device_primary_ctx_retain)"
     ),
-    (401, _LOCK): "lock needs a RUNNING process",
+    (401, _LOCK): f"lock needs a RUNNING process; {_ASK}",
     (401, _CHECKPOINT): (
-        "checkpoint needs a LOCKED process; it may have been checkpointed by "
-        "somebody else"
+        "checkpoint needs a LOCKED process, and somebody else may have "
+        f"checkpointed this one; {_ASK}"
     ),
-    (401, _RESTORE): "restore needs a CHECKPOINTED process",
+    (401, _RESTORE): f"restore needs a CHECKPOINTED process; {_ASK}",
     (401, _UNLOCK): (
-        "unlock needs a LOCKED process; a CHECKPOINTED one must be restored first"
+        "unlock needs a LOCKED process, and a CHECKPOINTED one must be restored "
+        f"first; {_ASK}"
     ),
     (401, _COMPLETE): "the operation is already complete",
     (600, _LOCK): (
@@ -163,7 +176,9 @@ _TABLE: dict[tuple[int, str | None], str] = {
         "the process uses something that cannot be checkpointed, such as managed "
         "memory, or the platform is not supported; it is still LOCKED: unlock it"
     ),
+    (802, None): "the system is not ready for CUDA yet; is nvidia-fabricmanager up?",
     (803, None): "libcuda and the NVIDIA kernel module are of different versions",
+    (999, None): "the driver gives no reason; the kernel's log (dmesg) may",
     (900, _COMPLETE): "a stream of the operation is capturing a graph",
 }
 _TABLE[201, _RESTORE] = _TABLE[201, _CHECKPOINT]

@@ -451,8 +451,11 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
     Parameters
     ----------
     gpu_pairs : iterable, optional
-        Which GPU to restore onto, for every checkpointed GPU: each a
-        `CheckpointGpuPair` or ``(old, new)``. None or empty: the same GPUs.
+        Which GPU to restore onto, each a `CheckpointGpuPair` or
+        ``(old, new)``. None or empty: the same GPUs. Otherwise name every GPU
+        of the machine, once on either side, those that stay by a pair of the
+        same: the documentation asks for every checkpointed GPU, users report
+        that the driver wants them all.
     custom_storage : bool
         False: the driver restores from host memory. True: it maps the GPU
         memory for the caller (see `custom_storage_info`), who fills it and
@@ -704,6 +707,10 @@ def __getattr__(name):
     if name in _DTYPES:
         return dtype(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*__all__, *_DTYPES])
 
 
 def _rebuild(cls, content, pairs, custom_storage):

@@ -58,6 +58,8 @@ def to_text(uuid: bytes) -> str:
 
 
 def _parse(text: str) -> bytes:
+    if text[:4].upper() == "MIG-":
+        raise ValueError(f"{text!r} names a MIG instance, not a GPU")
     digits = text[4:] if text[:4].upper() == "GPU-" else text
     if len(digits) == 36 and {digits[i] for i in (8, 13, 18, 23)} == {"-"}:
         digits = digits.replace("-", "")

@@ -2,7 +2,8 @@
 
 By default the do-nothing driver of benchmarks/ is compiled and takes the place
 of libcuda, for cuckpt and for cuda.bindings alike. With ``--driver=real`` only
-tests/gpu runs, on the system's driver and a real GPU.
+tests/gpu runs, on the driver that is there: a real one with a GPU, or, under
+``cuckpt simulate``, the simulated one.
 """
 
 import ctypes
@@ -28,12 +29,19 @@ def pytest_addoption(parser):
         "--driver",
         choices=["null", "real"],
         default="null",
-        help="null: a driver that does nothing; real: tests/gpu, on a GPU",
+        help="null: a driver that does nothing; real: tests/gpu, on what is there",
     )
 
 
 def pytest_configure(config):
-    if config.getoption("driver") == "null":
+    if config.getoption("driver") == "real":
+        from cuckpt import driver
+
+        try:
+            driver.init(0)
+        except (RuntimeError, driver.DriverError) as error:
+            pytest.exit(f"--driver=real needs a driver and a GPU: {error}", 4)
+    else:
         folder = tempfile.TemporaryDirectory()
         config.add_cleanup(folder.cleanup)
         os.environ["CUCKPT_LIBCUDA"] = str(build_null_driver(Path(folder.name)))

@@ -31,6 +31,7 @@ def test_info_names_the_driver():
         f"cuckpt          {cuckpt.__version__}",
         f"driver          {os.environ['CUCKPT_LIBCUDA']}",
         "CUDA version    13.5",
+        "checkpoint      yes",
         "custom storage  yes",
     ]
 
@@ -68,6 +69,7 @@ def test_info_json(library, expected):
         "cuckpt",
         "driver",
         "cuda_version",
+        "checkpoint",
         "custom_storage",
         "error",
     ]

@@ -54,13 +54,15 @@ def test_error_code_not_found_of_the_driver_is_a_driver_error(hook):
 
 
 def test_error_names_call_and_pid(hook):
-    hook.answer(999)
+    hook.answer(700)
     for verb, call in CALLS.items():
-        with pytest.raises(driver.UnknownError, match=f"from {call} for pid 77$") as e:
+        with pytest.raises(
+            driver.IllegalAddressError, match=f"from {call} for pid 77$"
+        ) as e:
             getattr(driver, f"checkpoint_process_{verb}")(77)
         assert (e.value.call, e.value.pid) == (call, 77)
     with pytest.raises(
-        driver.UnknownError, match=r"from cuCheckpointOperationComplete$"
+        driver.IllegalAddressError, match=r"from cuCheckpointOperationComplete$"
     ):
         driver.checkpoint_operation_complete(16)
 

@@ -86,8 +86,7 @@ def test_library_that_is_no_driver(python):
     import _ctypes
 
     text = fails(python, program, CUCKPT_LIBCUDA=_ctypes.__file__)
-    assert "cuInit is not in this driver" in text
-    assert "not a CUDA driver" in text
+    assert f"{_ctypes.__file__} is not a CUDA driver: it has no cuInit" in text
 
 
 def test_driver_without_get_proc_address(python, tmp_path):

@@ -21,11 +21,13 @@ def declared_functions():
     return set(re.findall(r"CUresult (cu\w+)\(", text))
 
 
-def test_driver_pxd_exports_every_c_function():
-    text = (SOURCE / "driver.pxd").read_text()
-    assert (
-        set(re.findall(r"^    (cu\w+),$", text, re.MULTILINE)) == declared_functions()
-    )
+@pytest.mark.parametrize("module", [driver, structs])
+def test_dir_shows_the_public_names(module):
+    dtypes = {name for name in dir(module) if name.endswith("_dtype")}
+    assert len(dtypes) == 8
+    assert set(dir(module)) == {*module.__all__, *dtypes}
+    for name in dir(module):
+        assert getattr(module, name) is not None
 
 
 def test_every_c_function_has_a_python_function():

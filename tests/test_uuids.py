@@ -42,13 +42,17 @@ def test_to_bytes_takes_every_common_form(form):
         "GPU-0123456789ab-cdef-0123-4567-89abcdef",
         TEXT.replace("-89ab", " 89ab"),
         " " * 32,
-        "MIG" + TEXT[3:],
         "\uff10" * 32,
     ],
 )
 def test_to_bytes_names_malformed_text(text):
     with pytest.raises(ValueError, match=r"not a GPU UUID: .*32 hexadecimal digits"):
         uuids.to_bytes(text)
+
+
+def test_to_bytes_tells_a_mig_instance():
+    with pytest.raises(ValueError, match="names a MIG instance, not a GPU"):
+        uuids.to_bytes("MIG" + TEXT[3:])
 
 
 @pytest.mark.parametrize("size", [0, 15, 17, 32])

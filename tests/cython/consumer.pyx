@@ -2,7 +2,7 @@
 
 from libc.string cimport memset
 
-from cuckpt._driver cimport (
+from cuckpt.driver cimport (
     CU_PROCESS_STATE_RUNNING,
     CUDA_ERROR_NOT_FOUND,
     CUDA_ERROR_UNKNOWN,
@@ -19,8 +19,6 @@ from cuckpt._driver cimport (
     CUprocessState,
     CUresult,
     CUuuid,
-)
-from cuckpt.driver cimport (
     cuCheckpointOperationComplete,
     cuCheckpointProcessCheckpoint,
     cuCheckpointProcessGetRestoreThreadId,

@@ -2,7 +2,6 @@ import queue
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ class Target:
 
     def __init__(self, *command):
         self.process = subprocess.Popen(
-            [sys.executable, *command],
+            [sys.executable, "-P", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -76,7 +75,7 @@ def spawn():
 @pytest.fixture
 def target(spawn):
     """A target with a context on GPU 0."""
-    made = spawn(Path(__file__).parent / "target.py")
+    made = spawn("-m", "cuckpt.target")
     assert made.ask("start") == "started"
     return made
 

@@ -2,12 +2,13 @@
 
 import struct
 
-import cupy
 import pytest
-import torch
 
 from cuckpt import driver
 from cuckpt.structs import CheckpointCustomStoragePerDeviceData
+
+cupy = pytest.importorskip("cupy")
+torch = pytest.importorskip("torch")
 
 TRAINING = """
 import torch

@@ -3,6 +3,7 @@
 Run with ``pytest --driver=real tests/gpu``.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from cuckpt.structs import (
 )
 
 State = driver.ProcessState
+cuda = ctypes.CDLL(driver.library_path())
 MIB = 1 << 20
 
 get_state = driver.checkpoint_process_get_state
@@ -177,19 +179,52 @@ def test_managed_memory_cannot_be_checkpointed(target):
     unlock(target.pid)
 
 
-def test_custom_storage_answers_or_is_refused(target, gpu_uuid):
+def copy_out(region):
+    content = ctypes.create_string_buffer(region.size)
+    pointer, size = ctypes.c_uint64(region.dev_ptr), ctypes.c_size_t(region.size)
+    assert cuda.cuMemcpyDtoH_v2(content, pointer, size) == 0
+    return content
+
+
+def copy_in(region, content):
+    pointer, size = ctypes.c_uint64(region.dev_ptr), ctypes.c_size_t(region.size)
+    assert cuda.cuMemcpyHtoD_v2(pointer, content, size) == 0
+
+
+def test_custom_storage_hands_out_the_memory(target, gpu_uuid):
+    if not driver.has_custom_storage():
+        refuses_custom_storage(target)
+        return
+    pid, before = target.pid, target.ask(f"fill {10 * MIB + 1}")
+    save = CheckpointCheckpointArgs(custom_storage=True)
+    load = CheckpointRestoreArgs(gpu_pairs=[(gpu_uuid, gpu_uuid)], custom_storage=True)
+    lock(pid)
+    with pytest.raises(driver.InvalidContextError, match="device_primary_ctx_retain"):
+        checkpoint(pid, save)
+    assert get_state(pid) is State.LOCKED
+    context = driver.device_primary_ctx_retain(0)
+    assert cuda.cuCtxSetCurrent(ctypes.c_void_p(context)) == 0
+    checkpoint(pid, save)
+    assert get_state(pid) is State.CHECKPOINTING
+    images = [copy_out(region) for region in save.custom_storage_info]
+    assert sum(map(len, images)) >= 10 * MIB + 1
+    driver.checkpoint_operation_complete(save)
+    assert get_state(pid) is State.CHECKPOINTED
+    restore(pid, load)
+    assert get_state(pid) is State.RESTORING
+    for region, image in zip(load.custom_storage_info, images, strict=True):
+        copy_in(region, image)
+    driver.checkpoint_operation_complete(load.custom_storage_info.handle)
+    assert get_state(pid) is State.LOCKED
+    unlock(pid)
+    assert target.ask("check") == before
+    driver.device_primary_ctx_release_v2(0)
+
+
+def refuses_custom_storage(target):
+    """Check what a driver older than CUDA 13.4 does."""
     lock(target.pid)
     args = CheckpointCheckpointArgs(custom_storage=True)
-    if driver.has_custom_storage():
-        context = driver.device_primary_ctx_retain(0)
-        assert context
-        checkpoint(target.pid, args)
-        assert get_state(target.pid) is State.CHECKPOINTING
-        assert len(args.custom_storage_info.per_device_data) == 1
-        driver.checkpoint_operation_complete(args)
-        assert get_state(target.pid) is State.CHECKPOINTED
-        driver.device_primary_ctx_release_v2(0)
-        return
     with pytest.raises(driver.InvalidValueError, match=r"older than CUDA 13\.4"):
         checkpoint(target.pid, args)
     assert args.custom_storage_info is None

@@ -1,0 +1,219 @@
+"""The demo: a real process's GPU memory, checkpointed, restored and checked."""
+
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cuckpt import driver, simulator
+
+_PROBE = """
+import json
+from cuckpt import driver
+try:
+    driver.init(0)
+    print(json.dumps("" if driver.device_get_count() else "it sees no GPU"))
+except (RuntimeError, driver.DriverError) as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def main(memory_bytes: int) -> int:
+    """Run the demo and print a line for each step.
+
+    Parameters
+    ----------
+    memory_bytes : int
+        How much GPU memory the target fills.
+
+    Returns
+    -------
+    int
+        0 if every check passed, else 1.
+    """
+    problem = _probe()
+    if problem and os.environ.get("CUCKPT_LIBCUDA"):
+        print(f"The driver that CUCKPT_LIBCUDA names cannot be used: {problem}")
+        return 1
+    with contextlib.ExitStack() as stack:
+        if problem:
+            print(f"On a simulated GPU, since there is no real one: {problem}\n")
+            stack.enter_context(simulator.Machine())
+        elif driver.library_path() == str(simulator.LIBRARY):
+            print("On a simulated GPU, as chosen.\n")
+        else:
+            print(f"On a real GPU, with {driver.library_path()}.\n")
+        try:
+            demo = stack.enter_context(_Demo.started(memory_bytes))
+            demo.through_host_memory()
+            demo.through_a_file()
+        except (driver.DriverError, RuntimeError, OSError) as error:
+            print(f"\nFAILED: {error}")
+            return 1
+    print("\nEvery byte came back.")
+    return 0
+
+
+def _probe() -> str:
+    """Return why the real driver cannot be used; in a process of its own.
+
+    A libcuda that this process has loaded would stand in the simulated one's way.
+    """
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", _PROBE], capture_output=True, text=True
+    )
+    if result.returncode != 0:
+        return f"it crashed: {result.stderr.strip() or result.returncode}"
+    reason: str = json.loads(result.stdout)
+    return reason
+
+
+class _Demo:
+    """A target and what is done to it."""
+
+    def __init__(self, target: "subprocess.Popen[str]", memory_bytes: int) -> None:
+        self.target = target
+        self.memory_bytes = memory_bytes
+        self.cuda = ctypes.CDLL(driver.library_path())
+        driver.init(0)
+        self.context = driver.device_primary_ctx_retain(0)
+        self.call("cuCtxSetCurrent", ctypes.c_void_p(self.context))
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, memory_bytes: int) -> Iterator["_Demo"]:
+        """Start the target; end it in any case."""
+        command = [sys.executable, "-P", "-m", "cuckpt.target"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, text=True, **pipes) as target:
+            try:
+                yield cls(target, memory_bytes)
+            finally:
+                target.kill()
+
+    def through_host_memory(self) -> None:
+        """Suspend and resume: the driver keeps the content in host memory."""
+        pid = self.target.pid
+        self.ask("start")
+        before = self.used_bytes()
+        digest = self.step(
+            f"process {pid} fills {_mib(self.memory_bytes)} with random bytes",
+            lambda: self.ask(f"fill {self.memory_bytes}"),
+        )
+        filled = self.used_bytes()
+        self.step("lock", lambda: driver.checkpoint_process_lock(pid, _TEN_SECONDS))
+        self.step("checkpoint", lambda: driver.checkpoint_process_checkpoint(pid))
+        freed = filled - self.used_bytes()
+        print(f"    {_mib(freed)} of GPU memory are free again")
+        if freed < filled - before:
+            raise RuntimeError("the GPU memory was not released")
+        self.step(
+            "restore, by UUID", lambda: driver.checkpoint_process_restore(pid, _same())
+        )
+        self.step("unlock", lambda: driver.checkpoint_process_unlock(pid))
+        self.check(digest)
+
+    def through_a_file(self) -> None:
+        """Suspend and resume once more: with custom storage, by a file."""
+        if not driver.has_custom_storage():
+            print("\nNot shown: custom storage, which needs driver 615 (CUDA 13.4).")
+            return
+        pid = self.target.pid
+        digest = self.ask("check")
+        print("\nOnce more, through custom storage:\n")
+        with tempfile.TemporaryFile() as file:
+            save = driver.CheckpointCheckpointArgs(custom_storage=True)
+            self.step("lock", lambda: driver.checkpoint_process_lock(pid, _TEN_SECONDS))
+            self.step(
+                "checkpoint", lambda: driver.checkpoint_process_checkpoint(pid, save)
+            )
+            self.step("copy to a file", lambda: self.copy(save, file.write, None))
+            self.step("complete", lambda: driver.checkpoint_operation_complete(save))
+            file.seek(0)
+            load = driver.CheckpointRestoreArgs(gpu_pairs=_pairs(), custom_storage=True)
+            self.step("restore", lambda: driver.checkpoint_process_restore(pid, load))
+            self.step("copy from the file", lambda: self.copy(load, None, file.read))
+            self.step("complete", lambda: driver.checkpoint_operation_complete(load))
+        self.step("unlock", lambda: driver.checkpoint_process_unlock(pid))
+        self.check(digest)
+
+    def copy(
+        self,
+        args: "driver.CheckpointCheckpointArgs | driver.CheckpointRestoreArgs",
+        write: Callable[[Any], object] | None,
+        read: Callable[[int], bytes] | None,
+    ) -> None:
+        """Copy every region, to `write` or from `read`."""
+        assert args.custom_storage_info is not None
+        for region in args.custom_storage_info:
+            size = ctypes.c_size_t(region.size)
+            pointer = ctypes.c_uint64(region.dev_ptr)
+            if write:
+                content = ctypes.create_string_buffer(region.size)
+                self.call("cuMemcpyDtoH_v2", content, pointer, size)
+                write(content)
+            elif read:
+                self.call("cuMemcpyHtoD_v2", pointer, read(region.size), size)
+
+    def check(self, expected: str) -> None:
+        """Compare address and content of the target's memory."""
+        found = self.step("compare address and content", lambda: self.ask("check"))
+        if found != expected:
+            raise RuntimeError(f"expected {expected}, found {found}")
+
+    def used_bytes(self) -> int:
+        """Return how much of the GPU's memory is in use, by whomever."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return total.value - free.value
+
+    def ask(self, command: str) -> str:
+        """Let the target obey a command; return its answer."""
+        assert self.target.stdin is not None
+        assert self.target.stdout is not None
+        self.target.stdin.write(command + "\n")
+        self.target.stdin.flush()
+        answer = self.target.stdout.readline().rstrip("\n")
+        if not answer:
+            raise RuntimeError(f"the target ended at the command {command!r}")
+        return answer
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver that cuckpt does not bind."""
+        result = getattr(self.cuda, name)(*arguments)
+        if result:
+            raise driver.DriverError(result, name)
+
+    def step(self, what: str, do: "Callable[[], Any]") -> Any:
+        """Do something; print what, how long it took, and the state it left."""
+        start = time.perf_counter()
+        result = do()
+        milliseconds = (time.perf_counter() - start) * 1e3
+        state = driver.checkpoint_process_get_state(self.target.pid)
+        name = getattr(state, "name", str(state))
+        print(f"{what:51} {milliseconds:9.1f} ms  {name}", flush=True)
+        return result
+
+
+_TEN_SECONDS = driver.CheckpointLockArgs(timeout_ms=10_000)
+
+
+def _pairs() -> list[tuple[driver.Uuid, driver.Uuid]]:
+    """Return a pair for every GPU: each onto itself."""
+    count = driver.device_get_count()
+    uuids = [driver.device_get_uuid_v2(driver.device_get(n)) for n in range(count)]
+    return [(uuid, uuid) for uuid in uuids]
+
+
+def _same() -> driver.CheckpointRestoreArgs:
+    return driver.CheckpointRestoreArgs(gpu_pairs=_pairs())
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.0f} MiB"

@@ -1,0 +1,227 @@
+"""A simulated machine with GPUs, whose driver can checkpoint and restore.
+
+The driver is a ``libcuda.so.1`` of its own. Programs find it by
+``LD_LIBRARY_PATH``; which machine they run on stands in ``CUCKPT_SIMULATOR``.
+Every process of a machine shares its GPUs: one can checkpoint another.
+"""
+
+import contextlib
+import ctypes
+import os
+import struct
+import uuid as uuids_of_python
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from cuckpt import uuids
+
+LIBRARY = Path(__file__).parent / "libcuda.so.1"
+DEFAULT_MEMORY_BYTES = 8 << 30
+DEFAULT_DRIVER_VERSION = 13050
+
+_CHUNK = 2 << 20
+_MAX_GPUS = 16
+_HEADER = struct.Struct("=8sII" + "16sQ" * _MAX_GPUS)
+_SLOTS_BYTES = 1024 * (4 + 4 + 8 + 8 * _MAX_GPUS)  # as in libcuda/simulator.h
+_NAMESPACE = uuids_of_python.UUID("63756b70-7420-7369-6d75-6c617465642e")
+
+
+class SimulatorError(RuntimeError):
+    """A simulated machine cannot be used in this process."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A simulated GPU.
+
+    Parameters
+    ----------
+    uuid : bytes
+        16 bytes.
+    memory_bytes : int
+        Size of its memory.
+    """
+
+    uuid: bytes
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+
+    def __post_init__(self) -> None:
+        if len(self.uuid) != 16:
+            raise ValueError(f"a GPU UUID is 16 bytes, got {len(self.uuid)}")
+        if not _CHUNK <= self.memory_bytes <= 1 << 40:
+            raise ValueError(
+                f"the memory of a GPU is 2 MiB to 1 TiB, not {self.memory_bytes} bytes"
+            )
+
+    def __str__(self) -> str:
+        return uuids.to_text(self.uuid)
+
+
+class Machine:
+    """A simulated machine, which exists while the context manager is open.
+
+    This process and the children that it starts meanwhile run on it. Nothing
+    is left behind, however they end. One machine at a time in a process.
+
+    Parameters
+    ----------
+    gpus : int or sequence of Gpu
+        How many GPUs, or which. The UUIDs of a number of GPUs are always the
+        same.
+    memory_bytes : int
+        Memory of each GPU, if `gpus` is a number.
+    driver_version : int
+        1000 x major + 10 x minor, such as 13050 for CUDA 13.5. Decides which
+        functions there are, and whether there is custom storage.
+
+    Attributes
+    ----------
+    gpus : tuple of Gpu
+    driver_version : int
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a parameter is wrong.
+    SimulatorError
+        On entering, if this process has a libcuda that is not the simulated
+        one, or has used a simulated driver of another version.
+    """
+
+    _current: "Machine | None" = None
+    _version_in_use: int | None = None
+
+    def __init__(
+        self,
+        gpus: int | Sequence[Gpu] = 1,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        driver_version: int = DEFAULT_DRIVER_VERSION,
+    ) -> None:
+        if isinstance(gpus, int):
+            gpus = [Gpu(_uuid_of(n), memory_bytes) for n in range(gpus)]
+        self.gpus = tuple(gpus)
+        self.driver_version = driver_version
+        if not 1 <= len(self.gpus) <= _MAX_GPUS:
+            raise ValueError(f"a machine has 1 to {_MAX_GPUS} GPUs")
+        if len({gpu.uuid for gpu in self.gpus}) != len(self.gpus):
+            raise ValueError("two GPUs have the same UUID")
+        if not 12000 <= driver_version < 14000:
+            raise ValueError(
+                f"the simulated driver is of version 12.0 or later, up to 13.9, not "
+                f"{driver_version // 1000}.{driver_version % 1000 // 10}"
+            )
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> "Machine":
+        if Machine._current is not None:
+            raise SimulatorError("this process runs on a simulated machine already")
+        _refuse_other_driver(self.driver_version)
+        with contextlib.ExitStack() as exit_stack:
+            variables = exit_stack.enter_context(self.started())
+            exit_stack.enter_context(_environment(variables))
+            library = ctypes.CDLL(str(LIBRARY))
+            library.cuckpt_simulator_change_machine.restype = ctypes.c_bool
+            exit_stack.callback(library.cuckpt_simulator_change_machine)
+            if not library.cuckpt_simulator_change_machine():
+                raise SimulatorError("the simulated driver refuses its machine")
+            self._exit = exit_stack.pop_all()
+        Machine._current = self
+        Machine._version_in_use = self.driver_version
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        Machine._current = None
+        self._exit.close()
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[dict[str, str]]:
+        """Start the machine for child processes only.
+
+        Yields
+        ------
+        dict
+            The variables that a child's environment needs.
+        """
+        file = os.memfd_create("simulated machine", os.MFD_CLOEXEC)
+        try:
+            os.truncate(file, _HEADER.size + _SLOTS_BYTES)
+            os.pwrite(file, self._header(), 0)
+            folders = [str(LIBRARY.parent), os.environ.get("LD_LIBRARY_PATH", "")]
+            yield {
+                "CUCKPT_SIMULATOR": f"/proc/{os.getpid()}/fd/{file}",
+                "CUCKPT_LIBCUDA": str(LIBRARY),
+                "LD_LIBRARY_PATH": ":".join(filter(None, folders)),
+            }
+        finally:
+            os.close(file)
+
+    def execute(self, command: Sequence[str]) -> NoReturn:
+        """Replace this process by a command that runs on the machine.
+
+        Its process keeps the machine, which ends with it.
+
+        Parameters
+        ----------
+        command : sequence of str
+            The program and its arguments.
+
+        Raises
+        ------
+        OSError
+            If the program cannot be run.
+        """
+        with self.started() as variables:
+            file = int(variables["CUCKPT_SIMULATOR"].rpartition("/")[2])
+            os.set_inheritable(file, True)
+            os.execvpe(command[0], list(command), {**os.environ, **variables})
+
+    def _header(self) -> bytes:
+        fields: list[bytes | int] = [b"cuckpt 1", self.driver_version, len(self.gpus)]
+        for gpu in self.gpus:
+            fields += [gpu.uuid, gpu.memory_bytes]
+        fields += [bytes(16), 0] * (_MAX_GPUS - len(self.gpus))
+        return _HEADER.pack(*fields)
+
+
+def _uuid_of(ordinal: int) -> bytes:
+    return uuids_of_python.uuid5(_NAMESPACE, f"GPU {ordinal}").bytes
+
+
+def _refuse_other_driver(version: int) -> None:
+    with open("/proc/self/maps", errors="surrogateescape") as maps:
+        loaded = {
+            line.split(maxsplit=5)[5].strip() for line in maps if "libcuda.so" in line
+        }
+    if others := loaded - {str(LIBRARY), os.path.realpath(LIBRARY)}:
+        raise SimulatorError(
+            f"this process has loaded {min(others)} already; run the program by "
+            "`cuckpt simulate -- CMD...`"
+        )
+    if Machine._version_in_use not in (None, version):
+        raise SimulatorError(
+            f"this process has used a simulated driver of version "
+            f"{Machine._version_in_use}; for version {version} run it by "
+            f"`cuckpt simulate --driver-version {version} -- CMD...`"
+        )
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,327 @@
+/* The checkpoint calls, as a caller makes them: each asks the target's restore
+ * thread and waits for its answer, however long that takes.
+ */
+#define _GNU_SOURCE
+#include "simulator.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+/* As in the driver API. */
+
+struct lock_args {
+    unsigned timeout_ms, reserved0;
+    uint64_t reserved1[7];
+};
+
+struct region {
+    CUdeviceptr device_pointer;
+    size_t size;
+    CUstream stream;
+};
+
+struct custom_storage_info {
+    struct operation_handle *handle;
+    struct region *regions;
+    unsigned device_count;
+};
+
+struct checkpoint_args {
+    struct custom_storage_info **info_out;
+    char reserved[56];
+};
+
+struct restore_args {
+    const struct gpu_pair *pairs;
+    unsigned pair_count, padding;
+    struct custom_storage_info **info_out;
+    char reserved[40];
+};
+
+struct unlock_args {
+    uint64_t reserved[8];
+};
+
+/* A custom-storage operation that waits for completion. */
+struct operation_handle {
+    int pid;
+    struct custom_storage_info info;
+    struct region regions[MAX_GPUS];
+    struct arena *arenas[MAX_GPUS];
+    struct operation_handle *next;
+};
+
+static struct operation_handle *operations;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* Ask the target. What the driver says of who cannot be asked was measured. */
+
+static CUresult find_target(int pid, int *group)
+{
+    struct process_facts facts;
+
+    if (!the_machine())
+        return NOT_INITIALIZED;
+    if (pid <= 0 || !look_up_process(pid, &facts))
+        return OPERATING_SYSTEM;
+    if (facts.state == 'Z')
+        return NOT_INITIALIZED;
+    if (geteuid() != 0 && geteuid() != facts.uid)
+        return OPERATING_SYSTEM;
+    *group = facts.group; /* a thread stands for its process */
+    return SUCCESS;
+}
+
+static CUresult connect_to(int group, int *connection)
+{
+    struct sockaddr_un address;
+    unsigned length = socket_address(group, &address);
+
+    *connection = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (*connection < 0)
+        return OPERATING_SYSTEM;
+    while (connect(*connection, (struct sockaddr *)&address, length))
+        if (errno != EINTR) {
+            close(*connection);
+            return errno == ECONNREFUSED ? NOT_INITIALIZED : OPERATING_SYSTEM;
+        }
+    return SUCCESS;
+}
+
+static CUresult ask(int pid, const struct request *request, struct answer *answer)
+{
+    int group, connection;
+    ssize_t got;
+    CUresult result = find_target(pid, &group);
+
+    if (result == SUCCESS)
+        result = connect_to(group, &connection);
+    if (result != SUCCESS)
+        return result;
+    if (send(connection, request, sizeof *request, MSG_NOSIGNAL) < 0) {
+        close(connection);
+        return OPERATING_SYSTEM;
+    }
+    do
+        got = recv(connection, answer, sizeof *answer, 0);
+    while (got < 0 && errno == EINTR);
+    close(connection);
+    /* No answer: the target has died. */
+    return got == sizeof *answer ? answer->result : OPERATING_SYSTEM;
+}
+
+static CUresult ask_simply(int pid, enum operation operation, int *value)
+{
+    struct request request = {.operation = operation};
+    struct answer answer;
+    CUresult result = ask(pid, &request, &answer);
+
+    if (result == SUCCESS && value)
+        *value = answer.value;
+    return result;
+}
+
+/* Custom storage */
+
+static bool is_offered(void)
+{
+    return the_machine() && the_machine()->driver_version >= 13040;
+}
+
+static bool is_zero(const void *memory, size_t size)
+{
+    for (const char *byte = memory; size--; byte++)
+        if (*byte)
+            return false;
+    return true;
+}
+
+static CUdevice device_with(unsigned gpu)
+{
+    for (CUdevice device = 0; own_arena(device); device++)
+        if (self.gpu_of_device[device] == gpu)
+            return device;
+    return 0;
+}
+
+static void drop(struct operation_handle *operation)
+{
+    for (unsigned i = 0; i < operation->info.device_count; i++) {
+        if (operation->arenas[i])
+            unmap_foreign(operation->arenas[i]);
+        if (operation->regions[i].stream)
+            free_stream(operation->regions[i].stream);
+    }
+    /* Whoever reads the info now reads nonsense, as the driver's memory is gone. */
+    memset(&operation->info, 0xdb, sizeof operation->info);
+    memset(operation->regions, 0xdb, sizeof operation->regions);
+    free(operation);
+}
+
+static CUresult map_regions(struct operation_handle *operation, int group,
+                            const struct answer *answer)
+{
+    struct custom_storage_info *info = &operation->info;
+
+    info->handle = operation;
+    info->regions = operation->regions;
+    for (unsigned i = 0; i < answer->region_count; i++) {
+        struct region *region = &operation->regions[i];
+        CUcontext context = primary_context(device_with(answer->regions[i].gpu));
+        char path[64];
+
+        info->device_count++;
+        snprintf(path, sizeof path, "/proc/%d/fd/%d", group,
+                 answer->regions[i].file);
+        operation->arenas[i] = map_foreign(path, answer->regions[i].size);
+        if (!operation->arenas[i] ||
+            make_stream(context, &region->stream) != SUCCESS)
+            return OUT_OF_MEMORY;
+        region->device_pointer = (uintptr_t)operation->arenas[i]->base;
+        region->size = answer->regions[i].size;
+    }
+    return SUCCESS;
+}
+
+static CUresult begin(int pid, struct request *request,
+                      struct custom_storage_info **info_out)
+{
+    struct operation_handle *operation;
+    struct answer answer;
+    int group;
+    CUresult result = find_target(pid, &group);
+
+    if (result != SUCCESS)
+        return result;
+    if (!self.initialized)
+        return NOT_INITIALIZED;
+    if (group == getpid())
+        return NOT_SUPPORTED;
+    operation = calloc(1, sizeof *operation);
+    if (!operation)
+        return OUT_OF_MEMORY;
+    operation->pid = group;
+    request->custom_storage = true;
+    request->retained = retained_gpus();
+    result = ask(group, request, &answer);
+    if (result == SUCCESS)
+        result = map_regions(operation, group, &answer);
+    if (result != SUCCESS) {
+        drop(operation);
+        return result;
+    }
+    pthread_mutex_lock(&lock);
+    operation->next = operations;
+    operations = operation;
+    pthread_mutex_unlock(&lock);
+    *info_out = &operation->info;
+    return SUCCESS;
+}
+
+/* Take an operation off the list; false if there is none with this handle. */
+static bool take(struct operation_handle *operation)
+{
+    struct operation_handle **link = &operations;
+    bool found;
+
+    pthread_mutex_lock(&lock);
+    while (*link && *link != operation)
+        link = &(*link)->next;
+    found = *link != NULL;
+    if (found)
+        *link = operation->next;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+EXPORT CUresult cuCheckpointOperationComplete(struct operation_handle *operation)
+{
+    CUresult result;
+
+    if (!take(operation))
+        return INVALID_VALUE;
+    for (unsigned i = 0; i < operation->info.device_count; i++)
+        wait_for_stream(operation->regions[i].stream);
+    result = ask_simply(operation->pid, COMPLETE, NULL);
+    drop(operation);
+    return result;
+}
+
+/* The process calls */
+
+EXPORT CUresult cuCheckpointProcessGetState(int pid, int *state)
+{
+    return state ? ask_simply(pid, GET_STATE, state) : INVALID_VALUE;
+}
+
+EXPORT CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *tid)
+{
+    return tid ? ask_simply(pid, GET_RESTORE_THREAD_ID, tid) : INVALID_VALUE;
+}
+
+EXPORT CUresult cuCheckpointProcessLock(int pid, const struct lock_args *args)
+{
+    struct request request = {.operation = LOCK};
+    struct answer answer;
+
+    if (args) {
+        if (args->reserved0 || !is_zero(args->reserved1, sizeof args->reserved1))
+            return INVALID_VALUE;
+        request.timeout_ms = args->timeout_ms;
+    }
+    return ask(pid, &request, &answer);
+}
+
+EXPORT CUresult cuCheckpointProcessCheckpoint(int pid,
+                                              const struct checkpoint_args *args)
+{
+    struct request request = {.operation = CHECKPOINT};
+    struct answer answer;
+
+    if (args && !is_zero(args->reserved, sizeof args->reserved))
+        return INVALID_VALUE;
+    if (!args || !args->info_out)
+        return ask(pid, &request, &answer);
+    return is_offered() ? begin(pid, &request, args->info_out) : INVALID_VALUE;
+}
+
+EXPORT CUresult cuCheckpointProcessRestore(int pid,
+                                           const struct restore_args *args)
+{
+    struct request request = {.operation = RESTORE};
+    struct answer answer;
+
+    if (!args)
+        return ask(pid, &request, &answer);
+    if (args->padding || !is_zero(args->reserved, sizeof args->reserved))
+        return INVALID_VALUE;
+    if (args->pair_count) {
+        /* The real driver reads from address 0 here. */
+        if (!args->pairs) {
+            fputs("cuckpt simulator: gpuPairsCount without gpuPairs; the real "
+                  "driver crashes here\n", stderr);
+            return INVALID_VALUE;
+        }
+        if (args->pair_count > MAX_GPUS)
+            return INVALID_VALUE;
+        request.pair_count = args->pair_count;
+        memcpy(request.pairs, args->pairs,
+               args->pair_count * sizeof *args->pairs);
+    }
+    if (!args->info_out)
+        return ask(pid, &request, &answer);
+    return is_offered() ? begin(pid, &request, args->info_out) : INVALID_VALUE;
+}
+
+EXPORT CUresult cuCheckpointProcessUnlock(int pid, const struct unlock_args *args)
+{
+    if (args && !is_zero(args->reserved, sizeof args->reserved))
+        return INVALID_VALUE;
+    return ask_simply(pid, UNLOCK, NULL);
+}

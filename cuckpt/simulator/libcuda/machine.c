@@ -1,0 +1,169 @@
+/* The simulated machine: a file in memory that all its processes map.
+ *
+ * CUCKPT_SIMULATOR names it, as /proc/PID/fd/N of the process that made it. What
+ * a process uses stands in its own slot, so nothing needs to be undone when one
+ * is killed: the slots of dead processes do not count.
+ */
+#define _GNU_SOURCE
+#include "simulator.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static struct machine *machine;
+static unsigned long number;
+static pthread_once_t opened = PTHREAD_ONCE_INIT;
+
+static void open_machine(void)
+{
+    const char *path = getenv("CUCKPT_SIMULATOR");
+    struct stat status;
+    struct machine *memory = MAP_FAILED;
+    int file;
+
+    if (!path || (file = open(path, O_RDWR | O_CLOEXEC)) < 0)
+        return;
+    if (fstat(file, &status) == 0 && (size_t)status.st_size == sizeof *memory)
+        memory = mmap(NULL, sizeof *memory, PROT_READ | PROT_WRITE, MAP_SHARED,
+                      file, 0);
+    close(file);
+    if (memory == MAP_FAILED || memcmp(memory->magic, "cuckpt 1", 8) != 0)
+        return;
+    machine = memory;
+    number = status.st_ino;
+}
+
+struct machine *the_machine(void)
+{
+    pthread_once(&opened, open_machine);
+    return machine;
+}
+
+/* Move this process to the machine that CUCKPT_SIMULATOR names now: for a process
+ * that uses one machine after the other. None of its threads may be in a call. */
+EXPORT bool cuckpt_simulator_change_machine(void)
+{
+    the_machine();
+    end_process();
+    if (machine)
+        munmap(machine, sizeof *machine);
+    machine = NULL;
+    open_machine();
+    return machine != NULL;
+}
+
+unsigned long machine_number(void)
+{
+    return number;
+}
+
+static bool read_file(const char *path, char *buffer, size_t size)
+{
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t length;
+
+    if (file < 0)
+        return false;
+    length = read(file, buffer, size - 1);
+    close(file);
+    buffer[length < 0 ? 0 : length] = '\0';
+    return length > 0;
+}
+
+bool look_up_process(int pid, struct process_facts *facts)
+{
+    char path[64], text[2048];
+    const char *found;
+
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    if (pid <= 0 || !read_file(path, text, sizeof text))
+        return false;
+    /* The name before the state is in parentheses, and may hold some. */
+    found = strrchr(text, ')');
+    if (!found || sscanf(found + 1,
+                         " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u "
+                         "%*d %*d %*d %*d %*d %*d %lu",
+                         &facts->state, &facts->start_time) != 2)
+        return false;
+    snprintf(path, sizeof path, "/proc/%d/status", pid);
+    if (!read_file(path, text, sizeof text))
+        return false;
+    found = strstr(text, "\nTgid:");
+    if (!found || sscanf(found, "\nTgid: %d", &facts->group) != 1)
+        return false;
+    found = strstr(text, "\nUid:");
+    return found && sscanf(found, "\nUid: %*u %u", &facts->uid) == 1;
+}
+
+static bool is_alive(const struct slot *slot)
+{
+    struct process_facts facts;
+    int pid = slot->pid;
+
+    return pid != 0 && look_up_process(pid, &facts) && facts.state != 'Z' &&
+           facts.state != 'X' && facts.start_time == slot->start_time;
+}
+
+struct slot *take_slot(struct machine *machine)
+{
+    struct process_facts facts;
+    int pid = getpid();
+
+    if (!look_up_process(pid, &facts))
+        return NULL;
+    for (int i = 0; i < MAX_PROCESSES; i++) {
+        struct slot *slot = &machine->slots[i];
+        int owner = slot->pid;
+
+        if (owner != pid && owner != 0 && is_alive(slot))
+            continue;
+        if (!atomic_compare_exchange_strong(&slot->pid, &owner, pid))
+            continue;
+        slot->start_time = facts.start_time;
+        for (unsigned gpu = 0; gpu < MAX_GPUS; gpu++)
+            slot->used_bytes[gpu] = 0;
+        return slot;
+    }
+    return NULL;
+}
+
+uint64_t used_on_gpu(struct machine *machine, unsigned gpu)
+{
+    uint64_t used = 0;
+
+    for (int i = 0; i < MAX_PROCESSES; i++) {
+        const struct slot *slot = &machine->slots[i];
+        uint64_t bytes = slot->used_bytes[gpu];
+
+        if (bytes && is_alive(slot))
+            used += bytes;
+    }
+    return used;
+}
+
+/* Count bytes first and look then: of two who race for the last, none gets more
+ * than there is. */
+int charge(struct slot *slot, unsigned gpu, uint64_t bytes)
+{
+    atomic_fetch_add(&slot->used_bytes[gpu], bytes);
+    if (used_on_gpu(machine, gpu) <= machine->gpus[gpu].memory_bytes)
+        return SUCCESS;
+    atomic_fetch_sub(&slot->used_bytes[gpu], bytes);
+    return OUT_OF_MEMORY;
+}
+
+int find_gpu(const struct machine *machine, const CUuuid *uuid)
+{
+    for (unsigned gpu = 0; gpu < machine->gpu_count; gpu++)
+        if (!memcmp(uuid, &machine->gpus[gpu].uuid, sizeof *uuid))
+            return (int)gpu;
+    return -1;
+}

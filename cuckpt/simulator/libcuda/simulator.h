@@ -1,0 +1,196 @@
+/* A simulated CUDA driver: what its files share.
+ *
+ * machine.c   the machine that several processes share: GPUs, who uses them
+ * process.c   this process as a target: its gate and its restore thread
+ * memory.c    device memory: allocation, addresses, copies
+ * device.c    devices and contexts
+ * stream.c    streams, events, and the one kernel there is
+ * checkpoint.c  the checkpoint calls, as a caller makes them
+ * symbols.c   names of results and functions
+ *
+ * A transition (checkpoint, restore ...) runs in the target's restore thread,
+ * which takes no lock and allocates no memory that other threads could hold: it
+ * must get on while all of them are stopped.
+ */
+#ifndef CUCKPT_SIMULATOR_H
+#define CUCKPT_SIMULATOR_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* The real library has each function under its plain name as well. */
+#define PLAIN(name, versioned)                                  \
+    extern __typeof__(versioned) name                           \
+        __attribute__((alias(#versioned), visibility("default")))
+
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
+    NO_DEVICE = 100,
+    INVALID_DEVICE = 101,
+    INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
+    OPERATING_SYSTEM = 304,
+    INVALID_HANDLE = 400,
+    ILLEGAL_STATE = 401,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    NOT_SUPPORTED = 801,
+};
+
+enum state { RUNNING, LOCKED, CHECKPOINTED, FAILED, CHECKPOINTING, RESTORING };
+
+typedef int CUresult;
+typedef int CUdevice;
+typedef uint64_t CUdeviceptr;
+typedef struct context *CUcontext;
+typedef struct stream *CUstream;
+typedef struct event *CUevent;
+
+typedef struct {
+    unsigned char bytes[16];
+} CUuuid;
+
+/* machine.c */
+
+enum { MAX_GPUS = 16, MAX_PROCESSES = 1024 };
+
+/* Laid out also by cuckpt/simulator/__init__.py, up to the slots. */
+struct machine {
+    char magic[8];
+    uint32_t driver_version;
+    uint32_t gpu_count;
+    struct gpu {
+        CUuuid uuid;
+        uint64_t memory_bytes;
+    } gpus[MAX_GPUS];
+    /* Whoever has called cuInit. A slot of a dead process is free. */
+    struct slot {
+        atomic_int pid;
+        _Atomic uint64_t start_time;
+        _Atomic uint64_t used_bytes[MAX_GPUS];
+    } slots[MAX_PROCESSES];
+};
+
+struct process_facts {
+    char state; /* as in /proc/PID/stat */
+    int group;  /* the process that a thread belongs to */
+    unsigned uid;
+    uint64_t start_time;
+};
+
+struct machine *the_machine(void); /* NULL if there is none */
+unsigned long machine_number(void);
+bool look_up_process(int pid, struct process_facts *facts);
+struct slot *take_slot(struct machine *machine);
+uint64_t used_on_gpu(struct machine *machine, unsigned gpu);
+int charge(struct slot *slot, unsigned gpu, uint64_t bytes);
+int find_gpu(const struct machine *machine, const CUuuid *uuid);
+
+/* process.c */
+
+struct self {
+    atomic_int initialized;
+    atomic_int state;
+    atomic_int calls;             /* API calls under way */
+    _Atomic uint64_t busy_until;  /* when the last kernel ends, ns */
+    atomic_bool managed;          /* has managed memory */
+    struct slot *slot;
+    unsigned gpu_of_device[MAX_GPUS];
+};
+
+extern struct self self;
+
+CUresult start_process(void);
+void end_process(void);
+void leave(const int *entered);
+int enter(void);
+uint64_t now_ns(void);
+
+/* At the head of an API call: wait while this process is locked. */
+#define ENTER                                                            \
+    __attribute__((cleanup(leave))) const int entered = enter();         \
+    if (entered != SUCCESS)                                              \
+        return entered
+
+/* memory.c */
+
+/* Device memory of one GPU: a file, and addresses that stand for it. */
+struct arena {
+    char *base;
+    uint64_t size;   /* of the range of addresses */
+    uint64_t extent; /* bytes of the file that are in use, from its start */
+    int file;
+    unsigned char *used; /* one for each chunk */
+    struct arena *next;
+};
+
+enum { CHUNK = 2 << 20 };
+
+struct arena *own_arena(CUdevice device);
+CUresult make_arenas(struct machine *machine);
+void drop_arenas(void);
+struct arena *map_foreign(const char *path, uint64_t size);
+void unmap_foreign(struct arena *arena);
+
+/* device.c */
+
+CUcontext primary_context(CUdevice device);
+void reset_contexts(void);
+uint32_t retained_gpus(void);
+CUdevice device_of(CUcontext context);
+CUcontext current_context(void);
+CUresult valid_device(CUdevice device);
+
+/* stream.c */
+
+CUresult make_stream(CUcontext context, CUstream *stream);
+void free_stream(CUstream stream);
+CUresult wait_for_stream(CUstream stream);
+
+/* checkpoint.c speaks to process.c of the target through a socket. */
+
+enum operation {
+    GET_STATE,
+    GET_RESTORE_THREAD_ID,
+    LOCK,
+    CHECKPOINT,
+    RESTORE,
+    UNLOCK,
+    COMPLETE,
+};
+
+struct gpu_pair {
+    CUuuid old_uuid, new_uuid;
+};
+
+struct request {
+    enum operation operation;
+    uint32_t timeout_ms;     /* LOCK */
+    bool custom_storage;     /* CHECKPOINT, RESTORE */
+    uint32_t retained;       /* GPUs of which the caller has the context */
+    uint32_t pair_count;     /* RESTORE */
+    struct gpu_pair pairs[MAX_GPUS];
+};
+
+struct answer {
+    CUresult result;
+    int value;
+    uint32_t region_count;
+    struct {
+        unsigned gpu;
+        int file;
+        uint64_t size;
+    } regions[MAX_GPUS];
+};
+
+struct sockaddr_un;
+unsigned socket_address(int pid, struct sockaddr_un *address);
+
+#endif
