@@ -207,7 +207,7 @@ def test_machine_refuses_a_second_one_and_another_driver(python):
 
 
 def test_machine_refuses_a_process_with_another_libcuda(null_driver):
-    with pytest.raises(simulator.SimulatorError, match="has loaded .*cuckpt simulate"):
+    with pytest.raises(simulator.SimulatorError, match=r"has loaded .*cuckpt simulate"):
         simulator.Machine().__enter__()
 
 
@@ -310,7 +310,8 @@ def test_pairs_move_the_memory_to_another_gpu():
         target = Target(10 * MIB)
         print(used(0), used(1))
         suspend(target.pid)
-        for wrong in [(a, b)], [(a, b), (b, b)], [(a, a), (a, b)], [(a, b), (b, bytes(16))]:
+        wrongs = [(a, b)], [(a, b), (b, b)], [(a, a), (a, b)], [(a, b), (b, bytes(16))]
+        for wrong in wrongs:
             try:
                 resume(target.pid, driver.CheckpointRestoreArgs(gpu_pairs=wrong))
             except driver.InvalidValueError:
@@ -400,7 +401,8 @@ def test_caller_waits_for_another_ones_turn():
         import threading
         target = Target(MIB)
         target.ask("spin 700")
-        locker = threading.Thread(target=driver.checkpoint_process_lock, args=[target.pid])
+        lock = driver.checkpoint_process_lock
+        locker = threading.Thread(target=lock, args=[target.pid])
         locker.start()
         time.sleep(0.1)
         start = time.monotonic()

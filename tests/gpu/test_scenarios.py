@@ -270,6 +270,7 @@ def test_own_process_can_be_locked(gpu_uuid):
 
 def test_call_about_a_stopped_target_waits(target):
     target.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, target.pid, os.WSTOPPED | os.WNOWAIT)
     states = []
     asker = threading.Thread(target=lambda: states.append(get_state(target.pid)))
     asker.start()
