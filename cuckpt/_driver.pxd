@@ -283,5 +283,5 @@ cdef:
         CUcheckpointOperationHandle handle) \
         except ?CUDA_ERROR_NOT_FOUND nogil
 
-cdef str library_path()
+cdef str path_of_library()
 cdef bint has_function(const char *name, int version) except -1

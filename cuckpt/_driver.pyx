@@ -188,7 +188,7 @@ cdef void *find(const char *name, int version) except NULL with gil:
     if found == NULL:
         raise catchable(FunctionNotFoundError)(
             f"{name.decode()} is not in this driver "
-            f"({library_path()}, {driver_version()}); it needs "
+            f"({path_of_library()}, {driver_version()}); it needs "
             f"CUDA {dotted(version)} or later"
         )
     return found
@@ -246,7 +246,7 @@ cdef str load_failure(str path, str reason):
             f"CUCKPT_LIBCUDA to the path of a libcuda.so.1")
 
 
-cdef str library_path():
+cdef str path_of_library():
     """Return the file that the driver was loaded from; loads it if need be."""
     open_library()
     cdef link_map *where = NULL

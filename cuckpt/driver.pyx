@@ -37,7 +37,7 @@ from cuckpt._driver cimport (
     CUprocessState,
     CUresult,
 )
-from cuckpt._driver cimport has_function, library_path as path_of_library
+from cuckpt._driver cimport has_function, path_of_library
 from cuckpt.structs cimport (
     CheckpointCheckpointArgs,
     CheckpointCustomStorageInfo,
