@@ -501,7 +501,10 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
             raise ValueError(
                 f"this {type(self).__name__} is a view and cannot own GPU "
                 "pairs; set an address, or make a CheckpointRestoreArgs(...)")
-        own_pairs(self, pack_pairs(gpu_pairs))
+        cdef bytes packed = pack_pairs(gpu_pairs)
+        own_pairs(self, packed)
+        self._ptr.restore.gpuPairsCount = <unsigned int> (
+            len(packed) // sizeof(CUcheckpointGpuPair))
 
     @property
     def gpu_pairs_count(self):
@@ -769,12 +772,10 @@ cdef int answer_here(CustomStorageArgs self) except -1:
 cdef int own_pairs(CheckpointRestoreArgs self, bytes pairs) except -1:
     """Let `self` point to `pairs`, which cannot change and may be shared."""
     cdef Pointees own = pointees(self)
-    cdef CUcheckpointRestoreArgs *args = &self._ptr.restore
-    args.gpuPairsCount = <unsigned int> (
-        len(pairs) // sizeof(CUcheckpointGpuPair))
-    args.gpuPairs = NULL
+    self._ptr.restore.gpuPairs = NULL
     if pairs:
-        args.gpuPairs = <CUcheckpointGpuPair *> PyBytes_AS_STRING(pairs)
+        self._ptr.restore.gpuPairs = (
+            <CUcheckpointGpuPair *> PyBytes_AS_STRING(pairs))
     own.pairs = pairs
     return 0
 

@@ -325,17 +325,19 @@ def test_pairs_move_the_memory_to_another_gpu():
 
 
 def test_device_addresses_are_no_host_addresses():
-    code = """
-    driver.init()
-    cuda = ctypes.CDLL(driver.library_path())
-    used()
-    pointer = ctypes.c_uint64()
-    assert cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(64)) == 0
-    ctypes.string_at(pointer.value, 1)
-    """
-    code = PRELUDE + textwrap.dedent(code)
-    result = simulate(sys.executable, "-P", "-c", code)
-    assert result.returncode == -signal.SIGSEGV
+    printed = program(
+        """
+        driver.init()
+        cuda = ctypes.CDLL(driver.library_path())
+        used()
+        pointer = ctypes.c_uint64()
+        assert cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(64)) == 0
+        libc = ctypes.CDLL(None, use_errno=True)
+        written = libc.write(1, ctypes.c_void_p(pointer.value), ctypes.c_size_t(1))
+        print(written, os.strerror(ctypes.get_errno()))
+        """
+    )
+    assert printed == "-1 Bad address\n"
 
 
 def test_memory_calls_check_their_addresses():
@@ -512,11 +514,27 @@ def test_fifty_targets_suspend_and_resume_and_leave_nothing():
         for target in targets[::2]:
             target.end()
         print(used() // MIB)
-        os.kill(os.getpid(), 9) if os.fork() == 0 else os.wait()
         """,
         timeout=180,
     )
     assert printed == "0\nTrue\n100\n"
+    wait_until_gone(before)
+
+
+def test_killed_machine_leaves_nothing():
+    before = simulated_files()
+    code = """
+    targets = [Target(4 * MIB) for _ in range(3)]
+    driver.checkpoint_process_lock(targets[0].pid)
+    suspend(targets[1].pid)
+    os.kill(os.getpid(), 9)
+    """
+    code = PRELUDE + textwrap.dedent(code)
+    assert simulate(sys.executable, "-P", "-c", code).returncode == -signal.SIGKILL
+    wait_until_gone(before)
+
+
+def wait_until_gone(before):
     deadline = time.monotonic() + 20
     while (left := simulated_files() - before) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -406,6 +406,15 @@ def test_copies_of_restore_args_own_their_pairs():
     assert pairs_in_memory(args) == OLD_BYTES + NEW_BYTES
 
 
+def test_copies_of_restore_args_keep_the_count():
+    args = CheckpointRestoreArgs(gpu_pairs=[(OLD, NEW)] * 2)
+    for count in 1, 0, 5:
+        args.gpu_pairs_count = count
+        for twin in copy.copy(args), pickle.loads(pickle.dumps(args)):
+            assert twin.gpu_pairs_count == count
+            assert twin == args
+
+
 def test_equal_pairs_at_different_places_are_equal():
     one = CheckpointRestoreArgs(gpu_pairs=[(OLD, NEW)])
     assert one == CheckpointRestoreArgs(gpu_pairs=[(OLD, NEW)])
