@@ -1,6 +1,6 @@
 """cuckpt beside cuda.bindings, over a driver that does nothing.
 
-    pip install '.[bench]' && python benchmarks/compare.py
+    pip install '.[test]' && python benchmarks/compare.py
 
 Every case is measured in this one process, the rivals in turn, many short
 rounds each; the figure is the best round. Times say little on another machine:

@@ -56,5 +56,6 @@ cdef inline long long as_integer_slowly(
     number = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow or number < low or number > high:
         raise OverflowError(
-            f"{name} must be between {low} and {high}, not {value}")
+            f"{name} must be between {low} and {high}, not "
+            + (f"{value}" if value.bit_length() < 256 else "so large"))
     return number

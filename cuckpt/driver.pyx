@@ -1,8 +1,10 @@
 """The checkpoint part of the CUDA driver API, one function per driver call.
 
 Names, arguments and errors are those of ``cuda.bindings._v2.driver``, so that
-the import can be swapped. Every call runs without the GIL. An argument struct
-is copied before the call: other threads may change or drop it meanwhile.
+the import can be swapped. Every call runs without the GIL. An argument object
+of cuckpt is copied before the call: other threads may change or drop it
+meanwhile. What a view, an address or an object of another binding points to
+must stay as it is until the call returns.
 
 Notes
 -----
@@ -539,7 +541,10 @@ def checkpoint_operation_complete(handle):
     Raises
     ------
     ValueError
-        If `handle` names no operation, or one that has been completed.
+        If `handle` is null, or info or args hold no operation, or one that has
+        been completed.
+    RuntimeError
+        If another thread is completing the operation.
     IllegalStateError
         If the operation cannot be completed.
     StreamCaptureUnsupportedError
@@ -554,14 +559,16 @@ def checkpoint_operation_complete(handle):
     cdef CUcheckpointOperationHandle c_handle = NULL
     cdef CUresult result
     cdef Operation operation = find_operation(handle, &c_handle)
-    if operation is not None:
-        operation.ended = True
-    with nogil:
-        result = cuCheckpointOperationComplete(c_handle)
-    check(result, "cuCheckpointOperationComplete")
-    if operation is not None:
+    cdef bint ended = begin_completion(operation)
+    try:
+        with nogil:
+            result = cuCheckpointOperationComplete(c_handle)
+        ended = True
+        check(result, "cuCheckpointOperationComplete")
         operation.completed = True
         forget_operation(<size_t> c_handle, operation)
+    finally:
+        operation.in_call, operation.ended = False, ended
 
 
 def library_path():
@@ -690,10 +697,10 @@ cdef object checkpoint_with(object args, int pid):
     try:
         with nogil:
             result = cuCheckpointProcessCheckpoint(pid, p_args)
+        check_process(result, "cuCheckpointProcessCheckpoint", pid)
+        take_answer(asker, cell)
     finally:
         end_call(asker)
-    check_process(result, "cuCheckpointProcessCheckpoint", pid)
-    take_answer(asker, cell)
 
 
 cdef object restore_with(object args, int pid):
@@ -711,10 +718,10 @@ cdef object restore_with(object args, int pid):
             asker = redirect(args, &c_args.customStorageInfo_out, &cell)
     try:
         result = restore_keeping(pairs, pid, p_args)
+        check_process(result, "cuCheckpointProcessRestore", pid)
+        take_answer(asker, cell)
     finally:
         end_call(asker)
-    check_process(result, "cuCheckpointProcessRestore", pid)
-    take_answer(asker, cell)
 
 
 cdef inline CUresult restore_keeping(
@@ -762,6 +769,11 @@ cdef Pointees redirect(
         raise RuntimeError(
             "this args object serves another call at the moment; with custom "
             "storage, give each call its own")
+    cdef CheckpointCustomStorageInfo info = asker.info
+    if info is not None and not info._operation.ended:
+        raise RuntimeError(
+            "these args hold an operation that waits for completion; complete "
+            "it, or give this call args of its own")
     asker.in_call = True
     asker.cell = NULL
     asker.info = None
@@ -784,7 +796,7 @@ cdef inline int take_answer(
 
 cdef Operation find_operation(
         object handle, CUcheckpointOperationHandle *c_handle):
-    """Return the operation that `handle` names, None if it is not known."""
+    """Return the operation that `handle` names; a new one if it is not known."""
     cdef CheckpointCustomStorageInfo info = None
     cdef Operation operation
     if isinstance(handle, CustomStorageArgs):
@@ -805,4 +817,13 @@ cdef Operation find_operation(
         raise ValueError("handle is null: it names no operation")
     if operation is not None and operation.completed:
         raise ValueError("this operation has been completed")
-    return operation or known_operation(<size_t> c_handle[0])
+    return operation or known_operation(<size_t> c_handle[0]) or Operation()
+
+
+cdef bint begin_completion(Operation operation) except -1:
+    """Let the regions end before the driver unmaps them; tell if they had."""
+    cdef bint ended = operation.ended
+    if operation.in_call:
+        raise RuntimeError("another thread is completing this operation")
+    operation.in_call = operation.ended = True
+    return ended

@@ -193,7 +193,7 @@ class FunctionNotFoundError(RuntimeError):
     _peer_module = "cuda.bindings._internal.utils"
 
     def __reduce__(self):
-        return _plain(self), self.args
+        return _plain(self), self.args, self.__dict__ or None
 
 
 class DynamicLibNotFoundError(RuntimeError):
@@ -202,7 +202,7 @@ class DynamicLibNotFoundError(RuntimeError):
     _peer_module = "cuda.pathfinder"
 
     def __reduce__(self):
-        return _plain(self), self.args
+        return _plain(self), self.args, self.__dict__ or None
 
 
 def driver_error(status, call=None, pid=None):

@@ -37,10 +37,14 @@ cdef class Struct:
     cdef bint _readonly
 
     cdef Py_ssize_t _size(self) noexcept
-    cdef int _read_pointers(self) except -1
+    cdef int _read_pointers(self, bint is_answer) except -1
     cdef void _follow(self, Struct source) noexcept
     cdef tuple _content(self)
     cdef bint _has_bare_address(self) noexcept
+
+
+cdef class Export:
+    cdef Py_buffer view
 
 
 # What an args object owns beside its struct: made when first needed.
@@ -86,6 +90,7 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
 # One custom-storage operation, shared by its info and its regions.
 cdef class Operation:
     cdef object __weakref__
+    cdef bint in_call
     cdef bint ended
     cdef bint completed
 

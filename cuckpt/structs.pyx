@@ -11,14 +11,13 @@ import sys
 cimport cython
 from cpython.buffer cimport (
     PyBUF_FORMAT,
+    PyBUF_FULL_RO,
     PyBuffer_FillInfo,
     PyBuffer_IsContiguous,
+    PyBuffer_Release,
+    PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.memoryview cimport (
-    PyMemoryView_FromObject,
-    PyMemoryView_GET_BUFFER,
-)
 from cpython.number cimport PyIndex_Check
 from libc.stdint cimport UINT32_MAX
 from libc.string cimport memcmp, memcpy, memmove
@@ -26,6 +25,17 @@ from libc.string cimport memcmp, memcpy, memmove
 from cuckpt._convert cimport as_address, as_uint32
 
 from cuckpt import uuids
+
+
+cdef extern from "Python.h":
+    """
+    #define cuckpt_is_heap_type(cls) \
+        PyType_HasFeature((PyTypeObject *) (cls), Py_TPFLAGS_HEAPTYPE)
+    """
+    bint is_heap_type "cuckpt_is_heap_type" (object cls)
+    bint PyType_IsSubtype(type cls, type base)
+    Py_ssize_t Py_REFCNT(object instance)
+
 
 __all__ = [
     "CheckpointCheckpointArgs",
@@ -39,11 +49,26 @@ __all__ = [
 ]
 
 
+# Not a memoryview, which the garbage collector would show, and anybody release.
+cdef class Export:
+    """Holds a buffer's export."""
+
+    def __cinit__(self, buffer):
+        PyObject_GetBuffer(buffer, &self.view, PyBUF_FULL_RO)
+
+    def __dealloc__(self):
+        PyBuffer_Release(&self.view)
+
+
 cdef class Pointees:
     """What an args object owns beside its struct."""
 
 
+# No tp_clear: the memory at `_ptr` must be good as long as the object can be
+# reached, and cycles are broken elsewhere, since an owner comes before its view.
 @cython.freelist(16)
+@cython.no_gc_clear
+@cython.trashcan(True)
 cdef class Struct:
     """What the struct classes share. Not to be created itself.
 
@@ -57,6 +82,9 @@ cdef class Struct:
 
     def __cinit__(self):
         self._ptr = &self._value
+        if (type(self) is Struct or type(self) is CustomStorageArgs
+                or is_heap_type(type(self))):
+            check_class(type(self))
 
     @classmethod
     def from_ptr(cls, ptr, readonly=False, owner=None):
@@ -85,7 +113,7 @@ cdef class Struct:
             If `ptr` is 0, or misaligned for a view.
         """
         cdef void *address = as_address(ptr, "ptr")
-        cdef Struct self = cls.__new__(cls)
+        cdef Struct self = new(cls)
         if address == NULL:
             raise ValueError("ptr must not be null (0)")
         if owner is None:
@@ -93,7 +121,7 @@ cdef class Struct:
         else:
             view_memory(self, address, owner)
         self._readonly = readonly
-        self._read_pointers()
+        self._read_pointers(False)
         return self
 
     @classmethod
@@ -103,8 +131,8 @@ cdef class Struct:
         Parameters
         ----------
         buffer : bytes-like
-            Contiguous, of the size of the C struct in bytes, aligned as the C
-            struct. The export is held: what can be resized cannot be while the
+            Contiguous, of the size of the C struct in bytes, aligned to 8
+            bytes. The export is held: what can be resized cannot be while the
             struct exists.
 
         Returns
@@ -119,16 +147,16 @@ cdef class Struct:
         ValueError
             If its length, layout or alignment is wrong.
         """
-        cdef Struct self = cls.__new__(cls)
-        cdef object view = PyMemoryView_FromObject(buffer)
-        cdef Py_buffer *raw = PyMemoryView_GET_BUFFER(view)
-        if raw.len != self._size():
+        cdef Struct self = new(cls)
+        cdef Export export = Export(buffer)
+        if export.view.len != self._size():
             raise ValueError(
-                f"buffer length must be {self._size()} bytes, not {raw.len}")
-        if not PyBuffer_IsContiguous(raw, b"C"):
+                f"buffer length must be {self._size()} bytes, not "
+                f"{export.view.len}")
+        if not PyBuffer_IsContiguous(&export.view, b"C"):
             raise ValueError("buffer must be contiguous")
-        view_memory(self, raw.buf, view)
-        self._readonly = raw.readonly
+        view_memory(self, export.view.buf, export)
+        self._readonly = export.view.readonly
         return self
 
     @classmethod
@@ -171,9 +199,9 @@ cdef class Struct:
         return <size_t> self._ptr
 
     def __eq__(self, other):
-        if not (isinstance(other, Struct)
-                and (isinstance(other, type(self))
-                     or isinstance(self, type(other)))):
+        if not isinstance(other, Struct) or not (
+                PyType_IsSubtype(type(other), type(self))
+                or PyType_IsSubtype(type(self), type(other))):
             return NotImplemented
         cdef Struct that = other
         return (memcmp(self._ptr, that._ptr, self._size()) == 0
@@ -188,6 +216,8 @@ cdef class Struct:
     def __copy__(self):
         cdef Struct copy = _rebuild(type(self), *self._content())
         copy._follow(self)
+        if hasattr(self, "__dict__"):  # of a subclass
+            copy.__dict__.update(self.__dict__)
         return copy
 
     def __deepcopy__(self, memo):
@@ -198,13 +228,17 @@ cdef class Struct:
             raise TypeError(
                 f"cannot pickle a {type(self).__name__} that holds an address: "
                 "it means nothing in another process")
-        return _rebuild, (type(self), *self._content())
+        state = getattr(self, "__dict__", None)  # of a subclass
+        return _rebuild, (type(self), *self._content()), state or None
 
     cdef Py_ssize_t _size(self) noexcept:
         return 0
 
-    cdef int _read_pointers(self) except -1:
-        """Copy what the struct points to, which was at a trusted address."""
+    cdef int _read_pointers(self, bint is_answer) except -1:
+        """Copy what the struct points to, which was at a trusted address.
+
+        `is_answer`: it is what the driver answered just now.
+        """
         return 0
 
     cdef tuple _content(self):
@@ -277,6 +311,7 @@ cdef class CheckpointGpuPair(Struct):
             return
         if old is None or new is None:
             raise TypeError("a GPU pair needs both old and new, or neither")
+        new = Uuid(new)  # if it is malformed, nothing changes
         set_uuid(self, &self._ptr.pair.oldUuid, old)
         set_uuid(self, &self._ptr.pair.newUuid, new)
 
@@ -466,9 +501,10 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
     _dtype_name = "checkpoint_restore_args_dtype"
 
     def __init__(self, *, gpu_pairs=None, custom_storage=False):
+        cdef bint answer = as_bool(custom_storage, "custom_storage")
         if gpu_pairs is not None:
             self.gpu_pairs = gpu_pairs
-        if as_bool(custom_storage, "custom_storage"):
+        if answer:
             answer_here(self)
 
     @property
@@ -612,10 +648,12 @@ cdef class CheckpointCustomStorageInfo(Struct):
     cdef Py_ssize_t _size(self) noexcept:
         return sizeof(CUcheckpointCustomStorageInfo)
 
-    cdef int _read_pointers(self) except -1:
+    cdef int _read_pointers(self, bint is_answer) except -1:
         cdef CUcheckpointCustomStorageInfo *info = &self._ptr.info
-        self._operation = operation(<size_t> info.handle)
-        if info.perDeviceData != NULL:
+        self._operation = operation(<size_t> info.handle, is_answer)
+        if is_answer and info.deviceCount == 0:
+            self._regions = ()
+        elif info.perDeviceData != NULL:
             self._regions = tuple([
                 region(&info.perDeviceData[i], self._operation)
                 for i in range(info.deviceCount)
@@ -716,9 +754,21 @@ def __dir__():
     return sorted([*__all__, *_DTYPES])
 
 
+cdef frozenset KINDS = frozenset([
+    CheckpointCheckpointArgs,
+    CheckpointCustomStorageInfo,
+    CheckpointCustomStoragePerDeviceData,
+    CheckpointGpuPair,
+    CheckpointLockArgs,
+    CheckpointRestoreArgs,
+    CheckpointUnlockArgs,
+    Uuid,
+])
+
+
 def _rebuild(cls, content, pairs, custom_storage):
     """Make a struct from what its `_content` was: for copy and pickle."""
-    cdef Struct self = cls.__new__(cls)
+    cdef Struct self = new(cls)
     cdef bytes raw = content
     if len(raw) != self._size():
         raise ValueError(
@@ -729,6 +779,24 @@ def _rebuild(cls, content, pairs, custom_storage):
     if custom_storage:
         answer_here(self)
     return self
+
+
+cdef Struct new(cls):
+    """Make an object to be filled; a subclass may have a `__new__` of its own."""
+    cdef Struct made = cls.__new__(cls)
+    if type(made) is not cls or Py_REFCNT(made) != 1:
+        raise TypeError(f"{cls.__name__}.__new__ must return a new {cls.__name__}")
+    return made
+
+
+cdef int check_class(cls) except -1:
+    """Refuse a class that is no struct, or two: their memory would be confused."""
+    kinds = [base for base in cls.__mro__ if base in KINDS]
+    if len(kinds) != 1:
+        raise TypeError(
+            f"{cls.__name__} is no struct class: it must have one of them as its "
+            f"base, not {len(kinds)}")
+    return 0
 
 
 cdef inline int require_writable(Struct self) except -1:
@@ -781,12 +849,23 @@ cdef int own_pairs(CheckpointRestoreArgs self, bytes pairs) except -1:
 
 
 cdef CheckpointCustomStorageInfo copy_answer(Pointees own):
-    """Return the driver's answer, copied while its memory is good."""
-    if own.info is None and own.cell != NULL:
-        own.info = CheckpointCustomStorageInfo.from_ptr(<size_t> own.cell, True)
-        if own.cell.deviceCount == 0:
-            own.info._regions = ()
+    """Return the driver's answer, copied when it is first seen."""
+    cdef CUcheckpointCustomStorageInfo *cell = own.cell
+    if cell == NULL:
+        return own.info
+    own.cell = NULL
+    own.info = copied_info(cell)
     return own.info
+
+
+cdef CheckpointCustomStorageInfo copied_info(
+        CUcheckpointCustomStorageInfo *answer):
+    cdef CheckpointCustomStorageInfo info
+    info = CheckpointCustomStorageInfo.__new__(CheckpointCustomStorageInfo)
+    info._value.info = answer[0]
+    info._readonly = True
+    info._read_pointers(True)
+    return info
 
 
 cdef Pointees pointees(Struct self):
@@ -837,7 +916,9 @@ cdef int set_uuid(Struct self, CUuuid *target, object uuid) except -1:
     if type(uuid) is bytes and len(<bytes> uuid) == sizeof(CUuuid):
         content = uuid
     else:
-        content = uuids.to_bytes(uuid)
+        content = bytes(uuids.to_bytes(uuid))
+    if len(content) != sizeof(CUuuid):
+        raise ValueError(f"a GPU UUID is 16 bytes, got {len(content)}")
     memcpy(target, PyBytes_AS_STRING(content), sizeof(CUuuid))
     return 0
 
@@ -871,7 +952,8 @@ cdef bytes pack_pair(object pair):
         raise TypeError(
             "each of gpu_pairs must be a CheckpointGpuPair or (old, new), not "
             f"{pair!r}")
-    return uuids.to_bytes(pair[0]) + uuids.to_bytes(pair[1])
+    old, new = pair
+    return bytes(CheckpointGpuPair(old, new))
 
 
 cdef CheckpointCustomStoragePerDeviceData region(
@@ -889,15 +971,18 @@ cdef CheckpointCustomStoragePerDeviceData region(
 cdef object operations = None
 
 
-cdef Operation operation(size_t handle):
-    """Return the operation that a handle names; a new one if there is none."""
+cdef Operation operation(size_t handle, bint is_new):
+    """Return the operation that a handle names; a new one if there is none.
+
+    The driver may use a handle again, for an operation that `is_new`.
+    """
     global operations
     if operations is None:
         from weakref import WeakValueDictionary
 
         operations = WeakValueDictionary()
     cdef Operation known = known_operation(handle)
-    if known is None or known.ended:
+    if is_new or known is None:
         known = operations[handle] = Operation()
     return known
 

@@ -28,12 +28,16 @@ def to_bytes(uuid: object) -> bytes:
         return _parse(uuid)
     content = getattr(uuid, "bytes", uuid)
     try:
-        content = memoryview(content).tobytes()  # type: ignore[arg-type]
+        with memoryview(content) as view:  # type: ignore[arg-type]
+            # Numbers of more than a byte are no bytes of a UUID.
+            content = view.tobytes() if view.itemsize == 1 else None
     except TypeError:
+        content = None
+    if content is None:
         raise TypeError(
             "a GPU UUID must be text, 16 bytes or a UUID object, "
             f"not {type(uuid).__name__}"
-        ) from None
+        )
     if len(content) != 16:
         raise ValueError(f"a GPU UUID is 16 bytes, got {len(content)}")
     return content

@@ -55,6 +55,16 @@ def test_info_fails_with_a_choice_that_does_not_load():
     assert "/nowhere" in result.stdout
 
 
+def test_info_shows_a_driver_that_does_not_tell_its_version(tmp_path):
+    source, library = tmp_path / "old.c", tmp_path / "libcuda.so.1"
+    source.write_text("int cuInit(unsigned flags) { return flags; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    result = run("info", CUCKPT_LIBCUDA=str(library))
+    assert result.returncode == 0
+    assert f"driver          {library}" in result.stdout
+    assert "CUDA version    unknown" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("library", "expected"),
     [
@@ -91,5 +101,6 @@ def test_version():
         [sys.executable, "-P", "-m", "cuckpt", "--version"],
         capture_output=True,
         text=True,
+        timeout=60,
     )
     assert result.stdout == f"cuckpt {cuckpt.__version__}\n"

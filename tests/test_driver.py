@@ -151,6 +151,8 @@ def test_wrong_numbers_are_refused_by_name(hook, function, parameter):
             OverflowError, match=f"{parameter} must be between .*{wrong}"
         ):
             getattr(driver, function)(wrong)
+    with pytest.raises(OverflowError, match=f"{parameter} must be .*so large"):
+        getattr(driver, function)(10**5000)
     assert hook.calls == []
 
 
@@ -262,10 +264,52 @@ def test_custom_storage_info_is_none_after_a_failure(hook, verb):
     Storage(hook)
     args = ARGS[verb](custom_storage=True)
     call(verb, 1, args)
+    driver.checkpoint_operation_complete(args)
     hook.answer(401)
     with pytest.raises(driver.IllegalStateError):
         call(verb, 1, args)
     assert args.custom_storage_info is None
+
+
+@custom_storage_calls
+def test_args_with_an_open_operation_are_not_overwritten(hook, verb):
+    storage = Storage(hook)
+    args = ARGS[verb](custom_storage=True)
+    call(verb, 1, args)
+    calls = len(hook.calls)
+    with pytest.raises(RuntimeError, match="waits for completion"):
+        call(verb, 2, args)
+    assert len(hook.calls) == calls
+    storage.complete = 900
+    with pytest.raises(driver.StreamCaptureUnsupportedError):
+        driver.checkpoint_operation_complete(args)
+    call(verb, 2, args)  # an attempt was made: the caller knows
+
+
+@custom_storage_calls
+def test_answer_to_another_call_meanwhile_is_refused(hook, verb):
+    # Python code runs while the answer is copied: it must find the object busy.
+    import sys
+
+    Storage(hook)
+    args = ARGS[verb](custom_storage=True)
+    seen = []
+
+    def profile(frame, event, argument):
+        if event == "call" and frame.f_code.co_name == "__setitem__":
+            sys.setprofile(None)
+            with pytest.raises(RuntimeError, match="serves another call"):
+                call(verb, 2, args)
+            seen.append(True)
+
+    call(verb, 1, ARGS[verb](custom_storage=True))  # makes what is made once
+    sys.setprofile(profile)
+    try:
+        call(verb, 1, args)
+    finally:
+        sys.setprofile(None)
+    assert seen == [True]
+    assert args.custom_storage_info.handle == Storage.HANDLE
 
 
 def test_custom_storage_without_devices(hook):
@@ -335,6 +379,82 @@ def test_complete_may_be_repeated_after_an_error_only(hook):
     assert len(hook.calls) == calls
 
 
+def test_regions_end_before_the_driver_unmaps_them(hook):
+    storage = Storage(hook)
+    args = CheckpointCheckpointArgs(custom_storage=True)
+    driver.checkpoint_process_checkpoint(1, args)
+    region = args.custom_storage_info.per_device_data[0]
+
+    def answer(call, pid, argument):
+        with pytest.raises(ValueError, match="not mapped any more"):
+            region.__cuda_array_interface__  # noqa: B018
+        with pytest.raises(RuntimeError, match="another thread is completing"):
+            driver.checkpoint_operation_complete(args)
+        return storage.answer(call, pid, argument)
+
+    hook.answer(answer)
+    driver.checkpoint_operation_complete(args)
+    assert [call for call, _, _ in hook.calls].count(
+        "cuCheckpointOperationComplete"
+    ) == 1
+
+
+def test_info_of_a_known_operation_shares_its_end(hook):
+    from cuckpt.structs import CheckpointCustomStorageInfo
+
+    storage = Storage(hook)
+    args = CheckpointCheckpointArgs(custom_storage=True)
+    driver.checkpoint_process_checkpoint(1, args)
+    storage.complete = 900
+    with pytest.raises(driver.StreamCaptureUnsupportedError):
+        driver.checkpoint_operation_complete(args)
+    again = CheckpointCustomStorageInfo.from_ptr(args.custom_storage_info.ptr)
+    with pytest.raises(ValueError, match="not mapped any more"):
+        again.per_device_data[0].__cuda_array_interface__  # noqa: B018
+
+
+def test_new_answer_with_an_old_handle_is_a_new_operation(hook):
+    # The first was completed by somebody else, whom cuckpt did not see.
+    Storage(hook)
+    first, second = (CheckpointCheckpointArgs(custom_storage=True) for _ in range(2))
+    driver.checkpoint_process_checkpoint(1, first)
+    driver.checkpoint_process_checkpoint(1, second)
+    driver.checkpoint_operation_complete(second)
+    assert first.custom_storage_info.per_device_data[0].__cuda_array_interface__
+    with pytest.raises(ValueError, match="has been completed"):
+        driver.checkpoint_operation_complete(second)
+
+
+def test_later_answer_to_another_binding_replaces_the_first(hook):
+    storage = Storage(hook)
+    args = CheckpointCheckpointArgs(custom_storage=True)
+    driver.checkpoint_process_checkpoint(1, args)
+    driver.checkpoint_operation_complete(args)
+    other = Storage(hook, regions=[(0x9000, 1, 0)])
+    assert other.answer("cuCheckpointProcessCheckpoint", 2, args.ptr) == 0
+    assert storage is not other
+    assert [r.dev_ptr for r in args.custom_storage_info] == [0x9000]
+    driver.checkpoint_operation_complete(args)
+
+
+def test_missing_complete_ends_nothing(python):
+    program = """
+import struct
+from cuckpt import driver
+memory = struct.pack("<QQQ", 1, 0, 0)
+region = struct.pack("<QQQ", 4096, 1, 0)
+import ctypes
+array = ctypes.create_string_buffer(region)
+info = driver.CheckpointCustomStorageInfo.from_ptr(ctypes.addressof(
+    ctypes.create_string_buffer(struct.pack("<QQQ", 1, ctypes.addressof(array), 1))))
+try:
+    driver.checkpoint_operation_complete(info)
+except driver.FunctionNotFoundError:
+    print(info.per_device_data[0].__cuda_array_interface__["shape"])
+"""
+    assert python(program, NULL_DRIVER_VERSION="13000").stdout == "(1,)\n"
+
+
 def test_handle_used_again_by_the_driver_is_a_new_operation(hook):
     Storage(hook)
     args = CheckpointCheckpointArgs(custom_storage=True)
@@ -353,6 +473,8 @@ def test_copy_of_a_region_ends_with_it(hook):
     driver.checkpoint_process_checkpoint(1, args)
     info = copy.deepcopy(args.custom_storage_info)
     region = copy.copy(info.per_device_data[0])
+    assert memoryview(info).readonly
+    assert memoryview(region).readonly
     driver.checkpoint_operation_complete(args)
     with pytest.raises(ValueError, match="not mapped any more"):
         region.__cuda_array_interface__  # noqa: B018

@@ -80,6 +80,13 @@ def test_error_names_call_and_pid(hook):
         ("restore", 1, "UUID in gpu_pairs"),
         ("checkpoint", 1, "older than CUDA 13.4"),
         ("restore", 201, "device_primary_ctx_retain"),
+        ("lock", 1, "reserved field"),
+        ("unlock", 1, "reserved field"),
+        ("unlock", 34, "stub"),
+        ("lock", 100, "no GPU is visible"),
+        ("lock", 802, "fabricmanager"),
+        ("lock", 803, "different versions"),
+        ("lock", 999, "dmesg"),
     ],
 )
 def test_error_explains_itself(hook, verb, result, text):
@@ -148,6 +155,28 @@ def test_hint_tells_another_user(hook, monkeypatch, sleeper):
         assert "belongs to uid 0" in failure(hook, 304, 1)
 
 
+def test_hint_tells_that_ptrace_may_be_refused(hook, monkeypatch, sleeper):
+    from cuckpt import hints
+
+    owner = os.stat(f"/proc/{sleeper.pid}").st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner or 1)
+    monkeypatch.setattr(hints, "_ptrace_scope", lambda: 2)
+    status = hints._read_status(sleeper.pid) | {"Uid": f"{owner or 1}\t0\t0\t0"}
+    monkeypatch.setattr(hints, "_read_status", lambda pid: status)
+    assert "kernel.yama.ptrace_scope = 2" in failure(hook, 304, sleeper.pid)
+
+
+def test_notes_of_an_error_survive_pickling():
+    for cls in (
+        errors.OperatingSystemError,
+        errors.FunctionNotFoundError,
+        errors.DynamicLibNotFoundError,
+    ):
+        error = cls(304)
+        error.add_note("more")
+        assert pickle.loads(pickle.dumps(error)).__notes__ == ["more"]
+
+
 def test_explanation_never_calls_the_driver(hook):
     hook.answer(304)
     with pytest.raises(driver.OperatingSystemError) as caught:
@@ -158,17 +187,18 @@ def test_explanation_never_calls_the_driver(hook):
 
 
 def test_text_survives_pickling_and_the_process(hook, sleeper):
-    hook.answer(3)
-    with pytest.raises(driver.NotInitializedError) as caught:
+    hook.answer(304)
+    with pytest.raises(driver.OperatingSystemError) as caught:
         driver.checkpoint_process_lock(sleeper.pid)
     pickled = pickle.dumps(caught.value)
     sleeper.kill()
     sleeper.wait()
+    assert "ended during the call" in str(pickle.loads(pickled))
     for twin in (pickle.loads(pickled), copy.copy(caught.value)):
-        assert type(twin) is errors.NotInitializedError
+        assert type(twin) is errors.OperatingSystemError
         assert str(twin) == str(caught.value)
         assert (twin.status, twin.call, twin.pid) == (
-            3,
+            304,
             "cuCheckpointProcessLock",
             sleeper.pid,
         )

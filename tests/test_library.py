@@ -33,6 +33,21 @@ def test_choice_that_cannot_be_loaded_is_an_error(python, choice):
     assert choice in text
 
 
+def test_bare_name_is_no_name_to_search_for(python):
+    text = fails(python, CALL, CUCKPT_LIBCUDA="libc.so.6")
+    assert "./libc.so.6: cannot open" in text
+
+
+def test_driver_of_cuda_12_8_has_all_process_functions(python):
+    program = """
+from cuckpt import driver
+for name in "get_state get_restore_thread_id lock checkpoint restore unlock".split():
+    getattr(driver, f"checkpoint_process_{name}")(1)
+print(driver.has_checkpoint(), driver.has_custom_storage())
+"""
+    assert python(program, NULL_DRIVER_VERSION="12080").stdout == "True False\n"
+
+
 def test_failed_load_is_tried_again(python):
     program = """
 import os

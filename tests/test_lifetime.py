@@ -54,6 +54,32 @@ def test_cycle_with_the_owner_is_collected(cls):
     assert Owner.alive == 0
 
 
+def test_export_cannot_be_released_by_others():
+    memory = bytearray(b"A" * 64)
+    made = structs.CheckpointLockArgs.from_buffer(memory)
+    for found in gc.get_referents(made):
+        assert not hasattr(found, "release")
+    with pytest.raises(BufferError):
+        memory.clear()
+
+
+@pytest.mark.parametrize("kind", ["from_buffer", "from_ptr"])
+def test_long_chain_of_views_is_freed(python, kind):
+    program = """
+from cuckpt.structs import CheckpointLockArgs as Args
+made = Args()
+for _ in range(1_000_000):
+    made = Args.{}
+del made
+print("freed")
+"""
+    view = {
+        "from_buffer": "from_buffer(made)",
+        "from_ptr": "from_ptr(made.ptr, owner=made)",
+    }
+    assert python(program.format(view[kind])).stdout == "freed\n"
+
+
 def test_views_of_a_pair_hold_it():
     memory = bytearray(32)
     view = CheckpointGpuPair.from_buffer(memory).old_uuid

@@ -295,6 +295,14 @@ def test_error_with_both_bases_pickles_as_the_plain_class(hook):
     assert (str(twin), twin.status) == (str(caught.value), 401)
 
 
+def test_subclass_of_a_combined_class_pickles_as_itself(hook):
+    hook.answer(401)
+    with pytest.raises(v2.IllegalStateError) as caught:
+        driver.checkpoint_process_unlock(1)
+    cls = type("OwnError", (type(caught.value),), {"__module__": __name__})
+    assert errors._plain(cls(401)) is cls
+
+
 def test_plain_class_stays_plain_and_combined_class_is_made_once(hook):
     hook.answer(401)
     made = set()

@@ -225,6 +225,171 @@ def test_reinitialising_a_read_only_object_changes_nothing(cls):
         assert bytes(made) == content
 
 
+@every_class
+def test_reading_a_constant_never_writes_it(cls):
+    content = bytes(size_of(cls))
+    made = cls.from_buffer(content)
+    for name, value in (
+        ("bytes", OLD),
+        ("old_uuid", OLD),
+        ("new_uuid", OLD),
+        ("timeout_ms", 1),
+        ("gpu_pairs", 4096),
+        ("gpu_pairs", [(OLD, NEW)]),
+        ("gpu_pairs_count", 1),
+        ("custom_storage_info_out", 4096),
+    ):
+        if hasattr(made, name):
+            with pytest.raises(ValueError, match="is read-only"):
+                setattr(made, name, value)
+    if isinstance(made, structs.CustomStorageArgs):
+        with pytest.raises(ValueError, match="is read-only"):
+            made.__init__(custom_storage=True)
+    assert content == bytes(size_of(cls))
+
+
+def subclasses_that_confuse():
+    class TwoStructs(Uuid, CheckpointRestoreArgs):
+        pass
+
+    class SameSize(CheckpointLockArgs, CheckpointRestoreArgs):
+        pass
+
+    class Hidden(Uuid):
+        def __init_subclass__(cls):
+            pass
+
+    class TwoBehind(Hidden, CheckpointGpuPair):
+        pass
+
+    class NoStruct(structs.Struct):
+        pass
+
+    class NoArgs(structs.CustomStorageArgs):
+        pass
+
+    return [TwoStructs, SameSize, TwoBehind, NoStruct, NoArgs]
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [structs.Struct, structs.CustomStorageArgs, *subclasses_that_confuse()],
+    ids=lambda cls: cls.__name__,
+)
+def test_class_that_is_no_struct_or_two_makes_no_object(cls):
+    for make in (
+        cls,
+        lambda: cls.__new__(cls),
+        lambda: cls.from_buffer(bytearray(64)),
+        lambda: cls.from_ptr(Uuid().ptr),
+        lambda: structs._rebuild(cls, bytes(64), None, False),
+    ):
+        with pytest.raises(TypeError, match="is no struct class"):
+            make()
+
+
+def makers_that_cheat():
+    class ReturnsNone(CheckpointLockArgs):
+        def __new__(cls):
+            return None
+
+    class ReturnsAnother(CheckpointCustomStoragePerDeviceData):
+        def __new__(cls):
+            return CheckpointCustomStorageInfo()
+
+    class ReturnsTheSame(CheckpointGpuPair):
+        made = None
+
+        def __new__(cls):
+            cls.made = cls.made or super().__new__(cls)
+            return cls.made
+
+    return [ReturnsNone, ReturnsAnother, ReturnsTheSame]
+
+
+@pytest.mark.parametrize("cls", makers_that_cheat(), ids=lambda cls: cls.__name__)
+def test_new_that_makes_no_new_object_is_refused(cls):
+    cls()
+    base = cls.__bases__[0]
+    size = size_of(base)
+    for make in (
+        lambda: cls.from_buffer(bytearray(size)),
+        lambda: cls.from_ptr(base().ptr),
+        lambda: copy.copy(base.__new__(cls)),
+        lambda: structs._rebuild(cls, bytes(size), None, False),
+    ):
+        with pytest.raises(TypeError, match=r"must return a new|Cannot convert"):
+            make()
+
+
+@every_class
+def test_subclass_keeps_its_own_attributes(cls):
+    made = type("Named", (cls,), {})()
+    made.name = "mine"
+    assert copy.copy(made).name == copy.deepcopy(made).name == "mine"
+
+
+def test_subclass_pickles_with_its_own_attributes():
+    made = NamedArgs(timeout_ms=5)
+    made.name = "mine"
+    twin = pickle.loads(pickle.dumps(made))
+    assert (type(twin), twin.timeout_ms, twin.name) == (NamedArgs, 5, "mine")
+
+
+class NamedArgs(CheckpointLockArgs):
+    pass
+
+
+def test_equality_is_not_fooled_by_a_false_class():
+    class Pretender(Uuid):
+        __class__ = property(lambda self: CheckpointLockArgs)
+
+    assert CheckpointLockArgs() != Pretender()
+    assert Pretender() == Uuid()
+
+
+@every_class
+def test_content_of_another_size_is_refused(cls):
+    for size in 0, size_of(cls) - 1, size_of(cls) + 1:
+        with pytest.raises(ValueError, match="bytes, not"):
+            structs._rebuild(cls, bytes(size), None, False)
+
+
+def test_layout_of_an_array_is_compared_not_its_size_alone():
+    with pytest.raises(ValueError, match="dtype uuid_dtype"):
+        Uuid.from_data(numpy.zeros(1, [("bytes", "u1", (16,))]))
+    fortran = numpy.zeros((8, 8), "u1", order="F")
+    assert fortran.nbytes == 64
+    with pytest.raises(ValueError, match="contiguous"):
+        CheckpointLockArgs.from_buffer(fortran[:, ::-1])
+    with pytest.raises(ValueError, match="contiguous"):
+        CheckpointLockArgs.from_buffer(fortran)
+
+
+@pytest.mark.parametrize(
+    ("cls", "values"),
+    [
+        (
+            CheckpointCustomStoragePerDeviceData,
+            {"dev_ptr": 0x7000, "size": 10, "stream": 5},
+        ),
+        (CheckpointCustomStorageInfo, {"handle": 0xC0FFEE, "device_count": 3}),
+        (CheckpointLockArgs, {"timeout_ms": 7}),
+        (
+            CheckpointRestoreArgs,
+            {"gpu_pairs": 4096, "gpu_pairs_count": 3, "custom_storage_info_out": 8192},
+        ),
+        (CheckpointCheckpointArgs, {"custom_storage_info_out": 8192}),
+    ],
+)
+def test_fields_of_the_dtype_are_those_of_the_struct(cls, values):
+    array = numpy.zeros(1, getattr(structs, cls._dtype_name))
+    for name, value in values.items():
+        array[0][name] = value
+    made = cls.from_data(array)
+    assert {name: getattr(made, name) for name in values} == values
+
+
 # Uuid and pairs
 
 
@@ -261,6 +426,29 @@ def test_pair_of_constant_bytes_has_read_only_views():
         pair.old_uuid.bytes = OLD
     with pytest.raises(ValueError, match="CheckpointGpuPair instance is read-only"):
         pair.old_uuid = OLD
+
+
+def test_pair_with_one_bad_uuid_changes_nothing():
+    pair = CheckpointGpuPair(OLD, NEW)
+    with pytest.raises(ValueError, match="not a GPU UUID"):
+        pair.__init__(NEW, "bad")
+    assert bytes(pair) == OLD_BYTES + NEW_BYTES
+
+
+def test_restore_args_with_one_bad_argument_change_nothing():
+    args = CheckpointRestoreArgs()
+    with pytest.raises(TypeError, match="custom_storage"):
+        args.__init__(gpu_pairs=[(OLD, NEW)], custom_storage=1)
+    assert args == CheckpointRestoreArgs()
+
+
+def test_uuid_whose_module_was_replaced_is_checked(monkeypatch):
+    from cuckpt import uuids
+
+    for content in b"", bytes(17):
+        monkeypatch.setattr(uuids, "to_bytes", lambda uuid, content=content: content)
+        with pytest.raises(ValueError, match="16 bytes"):
+            Uuid("x")
 
 
 def test_pair_needs_both_or_none():
@@ -342,6 +530,7 @@ def test_restore_args_can_be_set_again():
         (None, TypeError, "NoneType"),
         (OLD, TypeError, "not str"),
         (bytes(32), TypeError, "not bytes"),
+        (bytearray(32), TypeError, "not bytearray"),
         ({OLD: NEW}, TypeError, r"items\(\)"),
         ([OLD], TypeError, r"\(old, new\)"),
         ([(OLD,)], TypeError, r"\(old, new\)"),
@@ -433,8 +622,10 @@ def holding_addresses():
         args = cls()
         args.custom_storage_info_out = 4096
         yield args
-    yield CheckpointCustomStorageInfo.from_buffer(struct.pack("<QQQ", 1, 0, 0))
-    yield CheckpointCustomStoragePerDeviceData.from_buffer(struct.pack("<QQQ", 1, 0, 0))
+    for content in struct.pack("<QQQ", 1, 0, 0), struct.pack("<QQQ", 0, 1, 0):
+        yield CheckpointCustomStorageInfo.from_buffer(content)
+    for content in struct.pack("<QQQ", 1, 0, 0), struct.pack("<QQQ", 0, 0, 1):
+        yield CheckpointCustomStoragePerDeviceData.from_buffer(content)
 
 
 @pytest.mark.parametrize(

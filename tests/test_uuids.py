@@ -1,4 +1,5 @@
 import uuid
+from array import array
 
 import pytest
 from hypothesis import given, strategies as st
@@ -43,6 +44,7 @@ def test_to_bytes_takes_every_common_form(form):
         TEXT.replace("-89ab", " 89ab"),
         " " * 32,
         "\uff10" * 32,
+        "01234567-89-abcd-ef01-23456789abcdef",
     ],
 )
 def test_to_bytes_names_malformed_text(text):
@@ -61,7 +63,15 @@ def test_to_bytes_tells_the_length(size):
         uuids.to_bytes(bytes(size))
 
 
-@pytest.mark.parametrize("wrong", [None, 16, 1.0, [1] * 16, object()], ids=repr)
+class TextInside:
+    bytes = TEXT
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, 16, 1.0, [1] * 16, object(), array("Q", [1, 2]), TextInside()],
+    ids=repr,
+)
 def test_to_bytes_names_the_wrong_type(wrong):
     with pytest.raises(TypeError, match=f"not {type(wrong).__name__}"):
         uuids.to_bytes(wrong)
