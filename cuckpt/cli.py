@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit status: 0 success, 1 failure, 2 wrong usage.
+        Exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted.
     """
     parser = argparse.ArgumentParser(
         prog="cuckpt",
@@ -84,7 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "run" not in arguments:
         parser.print_help()
         return 0
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return status
 
 

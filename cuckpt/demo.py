@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,25 +40,32 @@ def main(memory_bytes: int) -> int:
     """
     problem = _probe()
     if problem and os.environ.get("CUCKPT_LIBCUDA"):
-        print(f"The driver that CUCKPT_LIBCUDA names cannot be used: {problem}")
+        _say(f"The driver that CUCKPT_LIBCUDA names cannot be used: {problem}")
         return 1
     with contextlib.ExitStack() as stack:
         if problem:
-            print(f"On a simulated GPU, since there is no real one: {problem}\n")
+            _say(f"On a simulated GPU, since there is no real one: {problem}")
             stack.enter_context(simulator.Machine())
         elif driver.library_path() == str(simulator.LIBRARY):
-            print("On a simulated GPU, as chosen.\n")
+            _say("On a simulated GPU, as chosen.")
         else:
-            print(f"On a real GPU, with {driver.library_path()}.\n")
+            _say(f"On a real GPU, with {driver.library_path()}.")
+        print()
         try:
             demo = stack.enter_context(_Demo.started(memory_bytes))
             demo.through_host_memory()
             demo.through_a_file()
+        except BrokenPipeError:
+            raise
         except (driver.DriverError, RuntimeError, OSError) as error:
-            print(f"\nFAILED: {error}")
+            _say(f"FAILED: {error}")
             return 1
     print("\nEvery byte came back.")
     return 0
+
+
+def _say(text: str) -> None:
+    print(textwrap.fill(text, 79))
 
 
 def _probe() -> str:

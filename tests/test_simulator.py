@@ -560,6 +560,7 @@ def test_demo_runs_on_a_simulated_gpu_and_says_why(no_driver):
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].startswith("On a simulated GPU, since there is no real one: ")
+    assert max(map(len, lines)) <= 80
     assert lines[-1] == "Every byte came back."
     assert [line.split()[-1] for line in lines if " ms  " in line] == [
         *("RUNNING", "LOCKED", "CHECKPOINTED", "LOCKED", "RUNNING", "RUNNING"),
@@ -569,10 +570,23 @@ def test_demo_runs_on_a_simulated_gpu_and_says_why(no_driver):
     assert "8 MiB of GPU memory are free again" in result.stdout
 
 
+def test_demo_ends_quietly_when_its_reader_does(no_driver):
+    command = [COMMAND, "demo", "--memory", "2MiB"]
+    variables = {**os.environ, **no_driver}
+    del variables["CUCKPT_LIBCUDA"]
+    with subprocess.Popen(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1
+
+
 def test_demo_never_falls_back_from_a_chosen_driver():
     result = demo(CUCKPT_LIBCUDA="/nowhere")
     assert result.returncode == 1
-    assert "CUCKPT_LIBCUDA names" in result.stdout
+    assert "/nowhere" in result.stdout
 
 
 def test_demo_tells_that_custom_storage_needs_a_newer_driver():
