@@ -754,16 +754,7 @@ def __dir__():
     return sorted([*__all__, *_DTYPES])
 
 
-cdef frozenset KINDS = frozenset([
-    CheckpointCheckpointArgs,
-    CheckpointCustomStorageInfo,
-    CheckpointCustomStoragePerDeviceData,
-    CheckpointGpuPair,
-    CheckpointLockArgs,
-    CheckpointRestoreArgs,
-    CheckpointUnlockArgs,
-    Uuid,
-])
+cdef frozenset KINDS = frozenset([globals()[name] for name in __all__])
 
 
 def _rebuild(cls, content, pairs, custom_storage):

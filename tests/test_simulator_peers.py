@@ -18,23 +18,13 @@ UUID = simulator._uuid_of(0)
 ADAPTERS = {
     "cuckpt": """
 from cuckpt import driver
-Error = driver.DriverError
 def lock_args(timeout_ms):
     return driver.CheckpointLockArgs(timeout_ms=timeout_ms)
 def restore_args(pairs):
     return driver.CheckpointRestoreArgs(gpu_pairs=pairs)
-def checkpoint_args(out):
-    args = driver.CheckpointCheckpointArgs()
-    args.custom_storage_info_out = out
-    return args
-def storage_restore_args(out):
-    args = driver.CheckpointRestoreArgs()
-    args.custom_storage_info_out = out
-    return args
 """,
     "v2": """
 from cuda.bindings._v2 import driver
-Error = driver.DriverError
 kept = []
 def lock_args(timeout_ms):
     args = driver.CheckpointLockArgs()
@@ -46,14 +36,6 @@ def restore_args(pairs):
     args = driver.CheckpointRestoreArgs()
     args.gpu_pairs = ctypes.addressof(kept[-1])
     args.gpu_pairs_count = len(pairs)
-    return args
-def checkpoint_args(out):
-    args = driver.CheckpointCheckpointArgs()
-    args.custom_storage_info_out = out
-    return args
-def storage_restore_args(out):
-    args = driver.CheckpointRestoreArgs()
-    args.custom_storage_info_out = out
     return args
 """,
     "v1": """
@@ -82,6 +64,15 @@ def storage_restore_args(out):
 }
 ASK = {
     "new": """
+Error = driver.DriverError
+def checkpoint_args(out):
+    args = driver.CheckpointCheckpointArgs()
+    args.custom_storage_info_out = out
+    return args
+def storage_restore_args(out):
+    args = driver.CheckpointRestoreArgs()
+    args.custom_storage_info_out = out
+    return args
 def ask(name, *arguments):
     try:
         value = getattr(driver, name)(*arguments)
