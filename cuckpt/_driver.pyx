@@ -242,8 +242,9 @@ cdef str load_failure(str path, str reason):
         return (f"CUCKPT_LIBCUDA names a driver that cannot be loaded: "
                 f"{reason}. Correct the path, or unset the variable to use "
                 f"the system's libcuda.so.1")
-    return (f"no CUDA driver: {reason}. Install the NVIDIA driver, or set "
-            f"CUCKPT_LIBCUDA to the path of a libcuda.so.1")
+    return (f"no CUDA driver: {reason}. Install the NVIDIA driver, set "
+            f"CUCKPT_LIBCUDA to the path of a libcuda.so.1, or run on a simulated "
+            f"one: cuckpt simulate -- CMD...")
 
 
 cdef str path_of_library():

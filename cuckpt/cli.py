@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -44,10 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "simulate",
         help="run a command on a simulated machine with GPUs",
         usage="cuckpt simulate [options] -- CMD...",
-        description="Run a command on a simulated machine with GPUs. The exit "
-        "status is the command's; 127 if there is no such command.",
+        description="Run a command on a simulated machine with GPUs, for itself and "
+        "its children. The exit status is the command's; 127 if there is no such "
+        "command.",
+        epilog="example: cuckpt simulate --gpus 2 --memory 4GiB -- python job.py",
     )
-    verb.add_argument("--gpus", type=int, default=1, metavar="N", help="default 1")
+    verb.add_argument(
+        "--gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how many GPUs, 1 to 16; default 1",
+    )
     verb.add_argument(
         "--memory",
         type=_size,
@@ -62,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="V",
         help="as 13.5 or 13050; default 13.5",
     )
-    verb.add_argument("command", nargs="+", metavar="CMD", help=argparse.SUPPRESS)
+    verb.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="CMD", help=argparse.SUPPRESS
+    )
     verb.set_defaults(run=simulate)
     verb = verbs.add_parser(
         "demo",
@@ -92,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except OSError as error:  # such as no space for what is printed
+        print(f"cuckpt: {error}", file=sys.stderr)
+        return 1
     return status
 
 
@@ -109,14 +123,20 @@ def simulate(arguments: argparse.Namespace) -> int:
     """Become the command, on a simulated machine."""
     from cuckpt.simulator import Machine
 
+    command = arguments.command
+    if command[:1] == ["--"]:
+        del command[0]
+    if not command:
+        print("cuckpt simulate: no command; see cuckpt simulate -h", file=sys.stderr)
+        return 2
     try:
         machine = Machine(arguments.gpus, arguments.memory, arguments.driver_version)
-        machine.execute(arguments.command)
+        machine.execute(command)
     except ValueError as error:
         print(f"cuckpt simulate: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"cuckpt simulate: {arguments.command[0]}: {error}", file=sys.stderr)
+        print(f"cuckpt simulate: {command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 
@@ -128,20 +148,19 @@ def demonstrate(arguments: argparse.Namespace) -> int:
 
 
 def _size(text: str) -> int:
-    number = text.removesuffix("B").removesuffix("i")
-    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-    if text.endswith("iB") and number[-1:] in factors:
-        return int(number[:-1]) * factors[number[-1]]
-    return int(text)
+    match = re.fullmatch(r"(\d+)(?:([KMGT])iB)?", text)
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(
+            f"expected a number of bytes, or as 512MiB or 4GiB, not {text!r}"
+        )
+    return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
 
 
 def _version(text: str) -> int:
-    major, dot, minor = text.partition(".")
-    return int(major) * 1000 + int(minor) * 10 if dot else int(text)
-
-
-_size.__name__ = "size"  # as argparse names it in its errors
-_version.__name__ = "version"
+    match = re.fullmatch(r"(\d\d)(?:\.(\d)|(\d\d)0)?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"expected as 13.5 or 13050, not {text!r}")
+    return int(match[1]) * 1000 + int(match[2] or match[3] or 0) * 10
 
 
 def _facts() -> dict[str, Any]:

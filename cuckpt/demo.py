@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,8 @@ def main(memory_bytes: int) -> int:
     int
         0 if every check passed, else 1.
     """
+    # As an exception, so that the target is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     problem = _probe()
     if problem and os.environ.get("CUCKPT_LIBCUDA"):
         _say(f"The driver that CUCKPT_LIBCUDA names cannot be used: {problem}")
@@ -45,7 +48,8 @@ def main(memory_bytes: int) -> int:
     with contextlib.ExitStack() as stack:
         if problem:
             _say(f"On a simulated GPU, since there is no real one: {problem}")
-            stack.enter_context(simulator.Machine())
+            size = max(simulator.DEFAULT_MEMORY_BYTES, 2 * memory_bytes)
+            stack.enter_context(simulator.Machine(memory_bytes=size))
         elif driver.library_path() == str(simulator.LIBRARY):
             _say("On a simulated GPU, as chosen.")
         else:
@@ -109,7 +113,13 @@ class _Demo:
         """Suspend and resume: the driver keeps the content in host memory."""
         pid = self.target.pid
         self.ask("start")
-        before = self.used_bytes()
+        free, total = self.free_and_total()
+        if free < self.memory_bytes:
+            raise RuntimeError(
+                f"the GPU has {_mib(free)} free, less than {_mib(self.memory_bytes)}; "
+                "see --memory"
+            )
+        before = total - free
         digest = self.step(
             f"process {pid} fills {_mib(self.memory_bytes)} with random bytes",
             lambda: self.ask(f"fill {self.memory_bytes}"),
@@ -175,11 +185,16 @@ class _Demo:
         if found != expected:
             raise RuntimeError(f"expected {expected}, found {found}")
 
-    def used_bytes(self) -> int:
-        """Return how much of the GPU's memory is in use, by whomever."""
+    def free_and_total(self) -> tuple[int, int]:
+        """Return how many bytes of GPU memory are free, and how many there are."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        return total.value - free.value
+        return free.value, total.value
+
+    def used_bytes(self) -> int:
+        """Return how much of the GPU's memory is in use, by whomever."""
+        free, total = self.free_and_total()
+        return total - free
 
     def ask(self, command: str) -> str:
         """Let the target obey a command; return its answer."""

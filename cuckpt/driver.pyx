@@ -675,10 +675,18 @@ cdef void *foreign_address(object args, type cls) except? NULL:
     if isinstance(args, getattr(v1, f"CUc{name[1:]}", ())):
         return as_address(int(args.getPtr()), "args")
     if PyIndex_Check(args) and not isinstance(args, bool):
-        return as_address(args, "args")
+        return plausible_address(args, name)
     raise TypeError(
         f"args must be None, {name} (of cuckpt or cuda.bindings) or the "
         f"address of one, not {type(args).__name__}")
+
+
+cdef void *plausible_address(object args, str name) except? NULL:
+    cdef size_t address = <size_t> as_address(args, "args")
+    if 0 < address < 4096:  # where Linux maps nothing: a timeout, say
+        raise ValueError(
+            f"args = {address} is no address of a struct; pass {name}(...)")
+    return <void *> address
 
 
 # A custom-storage call answers into the caller's stack frame, not into the args

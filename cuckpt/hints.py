@@ -36,7 +36,7 @@ def explain(
 
 def _cause(status: int, call: str, pid: int | None) -> str | None:
     if pid is not None and status in _ABOUT_THE_PROCESS:
-        return _ABOUT_THE_PROCESS[status](pid)
+        return _ABOUT_THE_PROCESS[status](pid) + _init_note(status, call, pid)
     return _TABLE.get((status, call)) or _TABLE.get((status, None))
 
 
@@ -52,6 +52,12 @@ def _not_initialized(pid: int) -> str:
         f"process {pid} has no CUDA state: it has not called cuInit, or uses the "
         "GPU for graphics or NVML only"
     )
+
+
+def _init_note(status: int, call: str, pid: int) -> str:
+    if status == 3 and call in (_CHECKPOINT, _RESTORE) and pid != os.getpid():
+        return "; with custom storage, this process must have called init(0), too"
+    return ""
 
 
 def _operating_system(pid: int) -> str:
@@ -136,8 +142,9 @@ _TABLE: dict[tuple[int, str | None], str] = {
     (1, _RESTORE): (
         "a UUID in gpu_pairs names no GPU, stands there twice, or a checkpointed "
         "GPU is missing; or custom storage was asked of a driver older than CUDA "
-        f"13.4; or {_RESERVED}; or the process has imported CUDA IPC memory, which "
-        "cannot be restored"
+        "13.4; or checkpoint used custom storage and restore does not; or "
+        f"{_RESERVED}; or the process has imported CUDA IPC memory, which cannot be "
+        "restored"
     ),
     (1, _COMPLETE): "no operation with this handle waits for completion",
     (2, _RESTORE): (
@@ -152,20 +159,26 @@ _TABLE: dict[tuple[int, str | None], str] = {
     ),
     (46, None): "the GPU is in use by another process or in exclusive mode",
     (36, None): "the NVIDIA kernel module is older than this libcuda",
-    (100, None): "no GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES",
+    (100, None): (
+        "no GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES, or use "
+        "`cuckpt simulate`"
+    ),
     (201, _CHECKPOINT): (
         "custom storage needs init(0) and a retained primary context of every GPU "
-        "that the process uses (device_primary_ctx_retain)"
+        "that the process uses, or is to use (device_primary_ctx_retain)"
     ),
     (401, _LOCK): f"lock needs a RUNNING process; {_ASK}",
     (401, _CHECKPOINT): (
         "checkpoint needs a LOCKED process, and somebody else may have "
         f"checkpointed this one; {_ASK}"
     ),
-    (401, _RESTORE): f"restore needs a CHECKPOINTED process; {_ASK}",
+    (401, _RESTORE): (
+        "restore needs a CHECKPOINTED process: complete the operation of a "
+        f"CHECKPOINTING one; {_ASK}"
+    ),
     (401, _UNLOCK): (
-        "unlock needs a LOCKED process, and a CHECKPOINTED one must be restored "
-        f"first; {_ASK}"
+        "unlock needs a LOCKED process: restore a CHECKPOINTED one, complete the "
+        f"operation of a RESTORING one; {_ASK}"
     ),
     (401, _COMPLETE): "the operation is already complete",
     (600, _LOCK): (

@@ -678,7 +678,8 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
     Mirrors ``CUcheckpointCustomStoragePerDeviceData``. Anything that takes the
     CUDA array interface takes it as a one-dimensional array of bytes, to be
     read after a checkpoint and filled after a restore. Which GPU it lies on
-    follows from `stream`.
+    follows from `stream`: ask cuStreamGetCtx, cuCtxGetDevice and
+    cuDeviceGetUuid of cuda.bindings.
     """
 
     _dtype_name = "checkpoint_custom_storage_per_device_data_dtype"

@@ -1,10 +1,12 @@
 """A CUDA process to checkpoint: obeys one command a line, answers with one line.
 
 Calls libcuda directly, so that it needs nothing but a driver and a GPU, or the
-simulated ones. The demo and the tests start it.
+simulated ones. The demo and the tests start it. The commands: ``start`` first,
+``fill BYTES``, ``check``, ``spin MILLISECONDS``, ``wait``, ``manage``.
 """
 
 import ctypes
+import functools
 import hashlib
 import os
 import sys
@@ -29,7 +31,6 @@ AGAIN:
 """
 
 
-cuda = ctypes.CDLL(os.environ.get("CUCKPT_LIBCUDA") or "libcuda.so.1")
 memory = ctypes.c_uint64()
 memory_bytes = 0
 
@@ -37,7 +38,9 @@ memory_bytes = 0
 def main() -> None:
     """Obey until the input ends."""
     for line in sys.stdin:
-        name, *arguments = line.split()
+        name, *arguments = line.split() or [""]
+        if name not in _COMMANDS:
+            raise SystemExit(f"commands are {', '.join(_COMMANDS)}, not {name!r}")
         print(_COMMANDS[name](*arguments), flush=True)
 
 
@@ -93,9 +96,17 @@ def wait() -> str:
 
 
 def _call(name: str, *arguments: object) -> None:
-    result = getattr(cuda, name)(*arguments)
+    result = getattr(_driver(), name)(*arguments)
     if result:
         raise SystemExit(f"{name} returned {result}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(os.environ.get("CUCKPT_LIBCUDA") or "libcuda.so.1")
+    except OSError as error:
+        raise SystemExit(f"no CUDA driver: {error}") from None
 
 
 def _describe(content: bytes) -> str:

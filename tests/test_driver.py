@@ -126,6 +126,11 @@ def test_args_of_another_class_are_refused(hook, verb):
         if other != verb:
             with pytest.raises(TypeError, match=f"{ARGS[verb].__name__}.*not"):
                 call(verb, 1, ARGS[other]())
+    for number in 1, 1000, 4095:  # as if it were a timeout
+        with pytest.raises(
+            ValueError, match=rf"{number} is no address.*Args\(\.\.\.\)"
+        ):
+            call(verb, 1, number)
     for wrong in CheckpointGpuPair(), "12", 12.9, b"1", True, False, [], object():
         with pytest.raises(TypeError, match=f"not {type(wrong).__name__}"):
             call(verb, 1, wrong)
@@ -439,14 +444,12 @@ def test_later_answer_to_another_binding_replaces_the_first(hook):
 
 def test_missing_complete_ends_nothing(python):
     program = """
-import struct
+import ctypes, struct
 from cuckpt import driver
-memory = struct.pack("<QQQ", 1, 0, 0)
-region = struct.pack("<QQQ", 4096, 1, 0)
-import ctypes
-array = ctypes.create_string_buffer(region)
-info = driver.CheckpointCustomStorageInfo.from_ptr(ctypes.addressof(
-    ctypes.create_string_buffer(struct.pack("<QQQ", 1, ctypes.addressof(array), 1))))
+regions = ctypes.create_string_buffer(struct.pack("<QQQ", 4096, 1, 0))
+memory = struct.pack("<QQQ", 1, ctypes.addressof(regions), 1)
+source = driver.CheckpointCustomStorageInfo.from_buffer(memory)
+info = driver.CheckpointCustomStorageInfo.from_ptr(source.ptr)
 try:
     driver.checkpoint_operation_complete(info)
 except driver.FunctionNotFoundError:

@@ -127,19 +127,33 @@ def test_simulate_is_configured_by_its_variables_alone():
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [
-        ("memory", "5X", "invalid size value: '5X'"),
+        ("memory", "5X", "as 512MiB or 4GiB, not '5X'"),
+        ("memory", "4GB", "as 512MiB or 4GiB, not '4GB'"),
+        ("memory", "0", "not '0'"),
+        ("memory", "2TiB", "2 MiB to 1 TiB"),
         ("gpus", "0", "1 to 16 GPUs"),
         ("gpus", "17", "1 to 16 GPUs"),
         ("gpus", "x", "invalid int value"),
-        ("driver_version", "new", "invalid version value: 'new'"),
+        ("driver_version", "new", "as 13.5 or 13050, not 'new'"),
+        ("driver_version", "13.45", "as 13.5 or 13050, not '13.45'"),
+        ("driver_version", "14", "not 14.0"),
         ("driver_version", "11.8", "12.0 or later"),
-        ("memory", "-1", "memory"),
+        ("memory", "-1", "argument --memory"),
     ],
 )
 def test_simulate_refuses_nonsense(option, value, problem):
     result = simulate("true", **{option: value})
     assert result.returncode == 2
     assert problem in result.stderr
+
+
+def test_simulate_needs_no_dashes_but_a_command():
+    command = [COMMAND, "simulate", "--gpus", "2", sys.executable, "-c", "print(7)"]
+    assert subprocess.check_output(command, text=True) == "7\n"
+    for empty in [], ["--"]:
+        result = subprocess.run([COMMAND, "simulate", *empty], capture_output=True)
+        assert result.returncode == 2
+        assert b"no command" in result.stderr
 
 
 def test_simulate_takes_its_options():
@@ -181,9 +195,13 @@ def test_machine_runs_this_process_and_its_children(python):
                 print(target.ask("check") == target.content)
                 target.end()
         print("CUCKPT_SIMULATOR" in os.environ)
+        try:
+            driver.init()
+        except driver.NoDeviceError:
+            print("no machine any more")
         """,
     )
-    assert printed == "True\nTrue\nFalse\n"
+    assert printed == "True\nTrue\nFalse\nno machine any more\n"
 
 
 def test_machine_refuses_a_second_one_and_another_driver(python):
@@ -227,6 +245,15 @@ def test_machine_refuses_a_process_with_another_libcuda(null_driver):
 )
 def test_machine_refuses_nonsense(arguments):
     with pytest.raises(ValueError, match=r"\w"):
+        simulator.Machine(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"memory_bytes": "4GiB"}, {"driver_version": "13.5"}, {"gpus": [1]}],
+)
+def test_machine_names_the_wrong_type(arguments):
+    with pytest.raises(TypeError, match=next(iter(arguments))):
         simulator.Machine(**arguments)
 
 
@@ -359,15 +386,18 @@ def test_memory_calls_check_their_addresses():
             cuda.cuMemcpyDtoH_v2(host, second, size(100)),
             cuda.cuMemcpyDtoH_v2(host, u64(second.value + (1 << 40)), size(1)),
             cuda.cuMemcpyHtoD_v2(u64(4096), host, size(1)),
+            cuda.cuMemcpyDtoH_v2(host, u64(first.value + 4 * MIB - 50), size(100)),
+            cuda.cuMemsetD32_v2(first, 1, size((1 << 62) + 1)),
             cuda.cuMemFree_v2(u64(first.value + 1)),
             cuda.cuMemFree_v2(first),
             cuda.cuMemFree_v2(first),
+            cuda.cuMemsetD8_v2(first, 7, size(100)),
             cuda.cuMemFree_v2(u64(0)),
         ]
         print(results, host.raw == b"\\7" * 100, used() // MIB)
         """
     )
-    assert printed == "[1, 2, 0, 0, 0, 0, 0, 1, 1, 1, 0, 1, 0] True 2\n"
+    assert printed == ("[1, 2, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 0] True 2\n")
 
 
 # Processes
@@ -583,6 +613,27 @@ def test_demo_ends_quietly_when_its_reader_does(no_driver):
         assert process.wait(60) == 1
 
 
+def test_demo_tells_that_the_gpu_is_too_small():
+    result = simulate(COMMAND, "demo", "--memory", "64MiB", memory="32MiB")
+    assert result.returncode == 1
+    assert "32 MiB free, less than 64 MiB; see --memory" in result.stdout
+
+
+def test_demo_ends_its_target_when_it_is_ended(no_driver):
+    variables = {**os.environ, **no_driver}
+    del variables["CUCKPT_LIBCUDA"]
+    with subprocess.Popen(
+        [COMMAND, "demo", "--memory", "1GiB"], env=variables, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (child := children.read_text().split()):
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(60) == 143
+    assert not Path(f"/proc/{child[0]}").exists()
+
+
 def test_demo_never_falls_back_from_a_chosen_driver():
     result = demo(CUCKPT_LIBCUDA="/nowhere")
     assert result.returncode == 1
@@ -610,3 +661,319 @@ def test_demo_fails_if_the_memory_comes_back_changed():
     result = simulate(sys.executable, "-P", "-c", textwrap.dedent(changing))
     assert result.returncode == 1
     assert "FAILED: expected" in result.stdout
+
+
+# What went wrong once
+
+
+# A target that allocates as it is told, and custom storage through host memory.
+ALLOCATING = '''
+CODE = """
+import ctypes, sys
+from cuckpt import target
+target.start()
+cuda, u64, size = target._driver(), ctypes.c_uint64, ctypes.c_size_t
+held = {}
+for line in sys.stdin:
+    what, name, number = line.split()
+    pointer, number = held.setdefault(name, u64()), int(number)
+    if what == "allocate":
+        result = cuda.cuMemAlloc_v2(ctypes.byref(pointer), size(number))
+    elif what == "manage":
+        result = cuda.cuMemAllocManaged(ctypes.byref(pointer), size(number), 1)
+    elif what == "free":
+        result = cuda.cuMemFree_v2(pointer)
+    elif what == "write":
+        result = cuda.cuMemsetD8_v2(pointer, number, size(1 << 20))
+    elif what == "read":
+        content = ctypes.create_string_buffer(1 << 20)
+        result = cuda.cuMemcpyDtoH_v2(content, pointer, size(1 << 20))
+        result = result or (0 if content.raw == bytes([number]) * (1 << 20) else -1)
+    print(result, flush=True)
+"""
+
+def start(code):
+    return subprocess.Popen([sys.executable, "-P", "-c", code], text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+def tell(process, line):
+    process.stdin.write(line + chr(10))
+    process.stdin.flush()
+
+def allocating():
+    process = start(CODE)
+    def ask(what, name, number=0):
+        tell(process, f"{what} {name} {number}")
+        return int(process.stdout.readline())
+    return process, ask
+
+def copy(function, region, image):
+    pointer, size = ctypes.c_uint64(region.dev_ptr), ctypes.c_size_t(region.size)
+    into_gpu = "HtoD" in function.__name__
+    arguments = (pointer, image) if into_gpu else (image, pointer)
+    assert function(*arguments, size) == 0
+
+def through_storage(pid):
+    cuda = ctypes.CDLL(driver.library_path())
+    driver.checkpoint_process_lock(pid)
+    save = driver.CheckpointCheckpointArgs(custom_storage=True)
+    load = driver.CheckpointRestoreArgs(custom_storage=True)
+    driver.checkpoint_process_checkpoint(pid, save)
+    images = []
+    for region in save.custom_storage_info:
+        images.append(ctypes.create_string_buffer(region.size))
+        copy(cuda.cuMemcpyDtoH_v2, region, images[-1])
+    driver.checkpoint_operation_complete(save)
+    driver.checkpoint_process_restore(pid, load)
+    for region, image in zip(load.custom_storage_info, images):
+        copy(cuda.cuMemcpyHtoD_v2, region, image)
+    driver.checkpoint_operation_complete(load)
+    driver.checkpoint_process_unlock(pid)
+
+driver.init()
+used()
+'''
+
+
+def test_freed_memory_between_allocations_stays_out_of_the_way():
+    printed = program(
+        ALLOCATING
+        + """
+target, ask = allocating()
+for name, number in ("a", 1), ("b", 2), ("c", 3), ("d", 4):
+    assert ask("allocate", name, 2 * MIB) == ask("write", name, number) == 0
+assert ask("free", "b") == 0
+through_storage(target.pid)  # which writes the hole at b as well
+assert ask("free", "d") == ask("free", "c") == 0
+suspend(target.pid)
+resume(target.pid)
+print(ask("read", "a", 1), used() // MIB)
+assert ask("allocate", "e", 4 * MIB) == 0
+print(ask("read", "e", 0), used() // MIB)
+"""
+    )
+    assert printed == "0 2\n0 6\n"
+
+
+def test_restore_needs_room_for_what_is_allocated_only():
+    printed = program(
+        ALLOCATING
+        + """
+target, ask = allocating()
+assert ask("allocate", "big", 40 * MIB) == ask("allocate", "small", 2 * MIB) == 0
+assert ask("write", "small", 7) == ask("free", "big") == 0
+suspend(target.pid)
+other, ask_other = allocating()
+assert ask_other("allocate", "x", 60 * MIB) == 0
+resume(target.pid)
+print(ask("read", "small", 7), used() // MIB)
+assert ask("free", "small") == ask_other("free", "x") == 0
+print(used())
+""",
+        memory="64MiB",
+    )
+    assert printed == "0 62\n0\n"
+
+
+def test_managed_memory_that_was_freed_is_forgotten():
+    printed = program(
+        ALLOCATING
+        + """
+target, ask = allocating()
+assert ask("manage", "m", MIB) == 0
+driver.checkpoint_process_lock(target.pid)
+try:
+    driver.checkpoint_process_checkpoint(target.pid)
+except driver.NotSupportedError:
+    driver.checkpoint_process_unlock(target.pid)
+assert ask("free", "m") == 0
+suspend(target.pid)
+resume(target.pid)
+print(ask("allocate", "n", MIB))
+"""
+    )
+    assert printed == "0\n"
+
+
+def test_failing_allocation_takes_nothing_from_others():
+    printed = program(
+        ALLOCATING
+        + """
+import threading
+target, ask = allocating()
+greedy, ask_greedy = allocating()
+assert ask("allocate", "a", 10 * MIB) == 0
+results = []
+def fail():
+    results.extend(ask_greedy("allocate", "x", 60 * MIB) for _ in range(300))
+thread = threading.Thread(target=fail)
+thread.start()
+tries = [ask("allocate", "b", 8 * MIB) or ask("free", "b") for _ in range(300)]
+thread.join()
+print(set(results), set(tries))
+""",
+        memory="64MiB",
+    )
+    assert printed == "{2} {0}\n"
+
+
+def test_memory_that_was_never_written_costs_nothing():
+    printed = program(
+        ALLOCATING
+        + """
+target, ask = allocating()
+assert ask("allocate", "a", 100 << 30) == ask("write", "a", 5) == 0
+start = time.monotonic()
+suspend(target.pid)
+resume(target.pid)
+print(ask("read", "a", 5), time.monotonic() - start < 10)
+""",
+        memory="128GiB",
+    )
+    assert printed == "0 True\n"
+
+
+def test_target_short_of_files_answers_when_it_has_some_again():
+    printed = program(
+        ALLOCATING
+        + '''
+import threading
+target = start("""
+import os, resource, sys
+from cuckpt import target
+target.start()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+files = []
+try:
+    while True:
+        files.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    print("full", flush=True)
+sys.stdin.readline()
+for file in files:
+    os.close(file)
+sys.stdin.readline()
+""")
+target.stdout.readline()
+states = []
+def get_state():
+    states.append(driver.checkpoint_process_get_state(target.pid))
+get_state()  # for this one it waits with a descriptor in its hand
+asker = threading.Thread(target=get_state)
+asker.start()
+asker.join(0.3)
+print(asker.is_alive())
+tell(target, "go on")
+asker.join(30)
+print(len(states))
+'''
+    )
+    assert printed == "True\n2\n"
+
+
+def test_storage_that_the_caller_cannot_map_leaves_the_target_as_it_was():
+    printed = program(
+        ALLOCATING
+        + """
+import resource
+target = Target(4 * MIB)
+driver.checkpoint_process_lock(target.pid)
+args = driver.CheckpointCheckpointArgs(custom_storage=True)
+with open("/proc/self/statm") as file:
+    size = int(file.read().split()[0]) * 4096
+limits = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (size + MIB, limits[1]))
+try:
+    driver.checkpoint_process_checkpoint(target.pid, args)
+except driver.OutOfMemoryError:
+    print("no room")
+finally:
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+print(driver.checkpoint_process_get_state(target.pid).name)
+driver.checkpoint_process_unlock(target.pid)
+print(target.ask("check") == target.content)
+"""
+    )
+    assert printed == "no room\nLOCKED\nTrue\n"
+
+
+def test_exec_gives_the_memory_back():
+    printed = program(
+        ALLOCATING
+        + '''
+target = start("""
+import os
+from cuckpt import target
+target.start()
+target.fill("5000000")
+print("filled", flush=True)
+os.execvp("cat", ["cat"])
+""")
+target.stdout.readline()
+tell(target, "cat runs")
+print(target.stdout.readline(), end="")
+print(used())
+'''
+    )
+    assert printed == "cat runs\n0\n"
+
+
+def test_caller_learns_of_the_death_of_a_target_that_had_forked():
+    printed = program(
+        ALLOCATING
+        + '''
+import threading
+target = start("""
+import os, sys
+from cuckpt import target
+target.start()
+target.spin("8000")
+print("spins", flush=True)
+sys.stdin.readline()
+if os.fork() == 0:
+    sys.stdin.readline()
+    os._exit(0)
+print("forked", flush=True)
+os.wait()
+""")
+target.stdout.readline()
+results = []
+def lock():
+    try:
+        driver.checkpoint_process_lock(target.pid)
+    except driver.OperatingSystemError as error:
+        results.append(error.status)
+caller = threading.Thread(target=lock)
+caller.start()
+time.sleep(0.3)
+tell(target, "go on")
+target.stdout.readline()
+target.kill()
+caller.join(5)
+print(results)
+'''
+    )
+    assert printed == "[304]\n"
+
+
+def test_command_may_use_low_descriptors_itself():
+    call = "from cuckpt import driver; driver.init(); print(7)"
+    script = f"exec 3>/dev/null 9>/dev/null; {sys.executable} -P -c '{call}'"
+    assert simulate("sh", "-c", script).stdout == "7\n"
+
+
+def test_file_that_claims_too_many_gpus_is_no_machine(tmp_path, python):
+    file = tmp_path / "machine"
+    content = bytearray(simulator.Machine()._header())
+    content[12:16] = (4000).to_bytes(4, "little")
+    file.write_bytes(bytes(content) + bytes(simulator._SLOTS_BYTES))
+    text = """
+from cuckpt import driver
+try:
+    driver.init()
+except driver.NoDeviceError:
+    print("none")
+"""
+    library = str(simulator.LIBRARY)
+    result = python(text, CUCKPT_LIBCUDA=library, CUCKPT_SIMULATOR=str(file))
+    assert result.stdout == "none\n"

@@ -7,6 +7,7 @@ Every process of a machine shares its GPUs: one can checkpoint another.
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import struct
 import uuid as uuids_of_python
@@ -25,7 +26,7 @@ DEFAULT_DRIVER_VERSION = 13050
 _CHUNK = 2 << 20
 _MAX_GPUS = 16
 _HEADER = struct.Struct("=8sII" + "16sQ" * _MAX_GPUS)
-_SLOTS_BYTES = 1024 * (4 + 4 + 8 + 8 * _MAX_GPUS)  # as in libcuda/simulator.h
+_SLOTS_BYTES = 1024 * (8 + 8 * _MAX_GPUS)  # as in libcuda/simulator.h
 _NAMESPACE = uuids_of_python.UUID("63756b70-7420-7369-6d75-6c617465642e")
 
 
@@ -100,8 +101,16 @@ class Machine:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         driver_version: int = DEFAULT_DRIVER_VERSION,
     ) -> None:
+        for name, number in (
+            ("memory_bytes", memory_bytes),
+            ("driver_version", driver_version),
+        ):
+            if not isinstance(number, int):
+                raise TypeError(f"{name} must be an int, not {type(number).__name__}")
         if isinstance(gpus, int):
             gpus = [Gpu(_uuid_of(n), memory_bytes) for n in range(gpus)]
+        if not all(isinstance(gpu, Gpu) for gpu in gpus):
+            raise TypeError("gpus must be a number of GPUs, or Gpu objects")
         self.gpus = tuple(gpus)
         self.driver_version = driver_version
         if not 1 <= len(self.gpus) <= _MAX_GPUS:
@@ -121,10 +130,11 @@ class Machine:
         _refuse_other_driver(self.driver_version)
         with contextlib.ExitStack() as exit_stack:
             variables = exit_stack.enter_context(self.started())
-            exit_stack.enter_context(_environment(variables))
             library = ctypes.CDLL(str(LIBRARY))
             library.cuckpt_simulator_change_machine.restype = ctypes.c_bool
+            # Once the environment is as before, this process leaves the machine.
             exit_stack.callback(library.cuckpt_simulator_change_machine)
+            exit_stack.enter_context(_environment(variables))
             if not library.cuckpt_simulator_change_machine():
                 raise SimulatorError("the simulated driver refuses its machine")
             self._exit = exit_stack.pop_all()
@@ -150,7 +160,10 @@ class Machine:
         dict
             The variables that a child's environment needs.
         """
-        file = os.memfd_create("simulated machine", os.MFD_CLOEXEC)
+        low = os.memfd_create("simulated machine", os.MFD_CLOEXEC)
+        # A number that shell scripts and the like do not use for themselves.
+        file = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 200)
+        os.close(low)
         try:
             os.truncate(file, _HEADER.size + _SLOTS_BYTES)
             os.pwrite(file, self._header(), 0)

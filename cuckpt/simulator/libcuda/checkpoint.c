@@ -210,8 +210,11 @@ static CUresult begin(int pid, struct request *request,
     request->custom_storage = true;
     request->retained = retained_gpus();
     result = ask(group, request, &answer);
-    if (result == SUCCESS)
+    if (result == SUCCESS) {
         result = map_regions(operation, group, &answer);
+        if (result != SUCCESS)
+            ask_simply(group, CANCEL, NULL);
+    }
     if (result != SUCCESS) {
         drop(operation);
         return result;
@@ -222,6 +225,24 @@ static CUresult begin(int pid, struct request *request,
     pthread_mutex_unlock(&lock);
     *info_out = &operation->info;
     return SUCCESS;
+}
+
+/* In a forked child: they are the parent's. Nothing more can be done, for another
+ * thread may have held a lock when the process forked. */
+void disown_operations(void)
+{
+    operations = NULL;
+}
+
+/* When their machine is left. */
+void forget_operations(void)
+{
+    while (operations) {
+        struct operation_handle *first = operations;
+
+        operations = first->next;
+        drop(first);
+    }
 }
 
 /* Take an operation off the list; false if there is none with this handle. */

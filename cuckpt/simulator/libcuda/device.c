@@ -18,8 +18,21 @@ enum { DEPTH = 64 };
 
 static struct context primaries[MAX_GPUS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* The current context of each thread is the last of these. It does not survive a
+ * change of the machine. */
 static _Thread_local CUcontext stack[DEPTH];
 static _Thread_local int depth;
+static _Thread_local unsigned of_machine;
+
+static int *stack_depth(void)
+{
+    if (of_machine != self.machines) {
+        of_machine = self.machines;
+        depth = 0;
+    }
+    return &depth;
+}
 
 CUcontext primary_context(CUdevice device)
 {
@@ -28,8 +41,8 @@ CUcontext primary_context(CUdevice device)
 
 void reset_contexts(void)
 {
-    memset(primaries, 0, sizeof primaries);
-    depth = 0;
+    for (CUdevice device = 0; device < MAX_GPUS; device++)
+        primaries[device] = (struct context){.device = device, .primary = true};
 }
 
 /* The GPUs, a bit each, whose primary context this process retains. */
@@ -52,7 +65,7 @@ CUdevice device_of(CUcontext context)
 
 CUcontext current_context(void)
 {
-    return depth ? stack[depth - 1] : NULL;
+    return *stack_depth() ? stack[depth - 1] : NULL;
 }
 
 CUresult valid_device(CUdevice device)
@@ -213,8 +226,6 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
     if (valid_device(device) != SUCCESS)
         return INVALID_DEVICE;
     pthread_mutex_lock(&lock);
-    primaries[device].device = device;
-    primaries[device].primary = true;
     primaries[device].retained++;
     pthread_mutex_unlock(&lock);
     *context = &primaries[device];
@@ -265,7 +276,7 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags,
                                CUdevice device)
 {
     ENTER;
-    if (!context || depth == DEPTH)
+    if (!context || *stack_depth() == DEPTH)
         return INVALID_VALUE;
     if (valid_device(device) != SUCCESS)
         return INVALID_DEVICE;
@@ -299,7 +310,7 @@ EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
 EXPORT CUresult cuCtxSetCurrent(CUcontext context)
 {
     ENTER;
-    if (depth)
+    if (*stack_depth())
         depth--;
     if (context)
         stack[depth++] = context;
@@ -318,7 +329,7 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext *context)
 EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context)
 {
     ENTER;
-    if (!context || depth == DEPTH)
+    if (!context || *stack_depth() == DEPTH)
         return INVALID_VALUE;
     stack[depth++] = context;
     return SUCCESS;
@@ -327,7 +338,7 @@ EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context)
 EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context)
 {
     ENTER;
-    if (!depth)
+    if (!*stack_depth())
         return INVALID_CONTEXT;
     depth--;
     if (context)

@@ -35,8 +35,13 @@ static void open_machine(void)
         memory = mmap(NULL, sizeof *memory, PROT_READ | PROT_WRITE, MAP_SHARED,
                       file, 0);
     close(file);
-    if (memory == MAP_FAILED || memcmp(memory->magic, "cuckpt 1", 8) != 0)
+    if (memory == MAP_FAILED)
         return;
+    if (memcmp(memory->magic, "cuckpt 1", 8) != 0 ||
+        memory->gpu_count > MAX_GPUS) {
+        munmap(memory, sizeof *memory);
+        return;
+    }
     machine = memory;
     number = status.st_ino;
 }
@@ -88,10 +93,7 @@ bool look_up_process(int pid, struct process_facts *facts)
         return false;
     /* The name before the state is in parentheses, and may hold some. */
     found = strrchr(text, ')');
-    if (!found || sscanf(found + 1,
-                         " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u "
-                         "%*d %*d %*d %*d %*d %*d %lu",
-                         &facts->state, &facts->start_time) != 2)
+    if (!found || sscanf(found + 1, " %c", &facts->state) != 1)
         return false;
     snprintf(path, sizeof path, "/proc/%d/status", pid);
     if (!read_file(path, text, sizeof text))
@@ -103,31 +105,26 @@ bool look_up_process(int pid, struct process_facts *facts)
     return found && sscanf(found, "\nUid: %*u %u", &facts->uid) == 1;
 }
 
-static bool is_alive(const struct slot *slot)
+static bool is_alive(uint64_t owner)
 {
     struct process_facts facts;
-    int pid = slot->pid;
 
-    return pid != 0 && look_up_process(pid, &facts) && facts.state != 'Z' &&
-           facts.state != 'X' && facts.start_time == slot->start_time;
+    return owner != 0 && look_up_process((int)(uint32_t)owner, &facts) &&
+           facts.group == (int)(owner >> 32) && facts.state != 'Z' &&
+           facts.state != 'X';
 }
 
-struct slot *take_slot(struct machine *machine)
+struct slot *take_slot(struct machine *machine, int restore_thread)
 {
-    struct process_facts facts;
-    int pid = getpid();
+    uint64_t self = (uint64_t)getpid() << 32 | (uint32_t)restore_thread;
 
-    if (!look_up_process(pid, &facts))
-        return NULL;
     for (int i = 0; i < MAX_PROCESSES; i++) {
         struct slot *slot = &machine->slots[i];
-        int owner = slot->pid;
+        uint64_t owner = slot->owner;
 
-        if (owner != pid && owner != 0 && is_alive(slot))
+        if (is_alive(owner) ||
+            !atomic_compare_exchange_strong(&slot->owner, &owner, self))
             continue;
-        if (!atomic_compare_exchange_strong(&slot->pid, &owner, pid))
-            continue;
-        slot->start_time = facts.start_time;
         for (unsigned gpu = 0; gpu < MAX_GPUS; gpu++)
             slot->used_bytes[gpu] = 0;
         return slot;
@@ -143,20 +140,28 @@ uint64_t used_on_gpu(struct machine *machine, unsigned gpu)
         const struct slot *slot = &machine->slots[i];
         uint64_t bytes = slot->used_bytes[gpu];
 
-        if (bytes && is_alive(slot))
+        if (bytes && is_alive(slot->owner))
             used += bytes;
     }
     return used;
 }
 
-/* Count bytes first and look then: of two who race for the last, none gets more
- * than there is. */
+/* Without a lock, which a stopped process could hold: look, count, look again.
+ * Of two who race for the last bytes none gets more than there is, and who steps
+ * back tries again, for the other may have done so too. */
 int charge(struct slot *slot, unsigned gpu, uint64_t bytes)
 {
-    atomic_fetch_add(&slot->used_bytes[gpu], bytes);
-    if (used_on_gpu(machine, gpu) <= machine->gpus[gpu].memory_bytes)
-        return SUCCESS;
-    atomic_fetch_sub(&slot->used_bytes[gpu], bytes);
+    const uint64_t size = machine->gpus[gpu].memory_bytes;
+
+    for (int attempt = 0; attempt < 5; attempt++) {
+        if (bytes > size || used_on_gpu(machine, gpu) > size - bytes)
+            return OUT_OF_MEMORY;
+        atomic_fetch_add(&slot->used_bytes[gpu], bytes);
+        if (used_on_gpu(machine, gpu) <= size)
+            return SUCCESS;
+        atomic_fetch_sub(&slot->used_bytes[gpu], bytes);
+        usleep((useconds_t)(getpid() % 7 + 1) * 100);
+    }
     return OUT_OF_MEMORY;
 }
 

@@ -99,9 +99,11 @@ void unmap_foreign(struct arena *arena)
     free(arena);
 }
 
-/* Allocation, in chunks: 0 free, 1 the first of an allocation, 2 the rest */
+/* Allocation, in chunks. What each is: */
+enum { FREE, FIRST, MORE, FIRST_MANAGED };
 
-static CUresult allocate(struct arena *arena, size_t size, CUdeviceptr *pointer)
+static CUresult allocate(struct arena *arena, size_t size, unsigned char first_is,
+                         CUdeviceptr *pointer)
 {
     uint64_t wanted = (size + CHUNK - 1) / CHUNK, chunks = arena->size / CHUNK;
     uint64_t first = 0, end;
@@ -118,24 +120,37 @@ static CUresult allocate(struct arena *arena, size_t size, CUdeviceptr *pointer)
         return OUT_OF_MEMORY;
     if (arena->extent < end * CHUNK)
         arena->extent = end * CHUNK;
-    memset(arena->used + first, 2, wanted);
-    arena->used[first] = 1;
+    memset(arena->used + first, MORE, wanted);
+    arena->used[first] = first_is;
+    arena->allocated += wanted * CHUNK;
+    if (first_is == FIRST_MANAGED)
+        self.managed++;
     *pointer = (uintptr_t)arena->base + first * CHUNK;
     return SUCCESS;
 }
 
-static CUresult allocate_on(CUdevice device, size_t size, CUdeviceptr *pointer)
+static CUresult allocate_here(size_t size, unsigned char first_is,
+                              CUdeviceptr *pointer)
 {
-    unsigned gpu = self.gpu_of_device[device];
-    uint64_t bytes = (size + CHUNK - 1) / CHUNK * CHUNK;
+    CUcontext context = current_context();
+    uint64_t bytes;
+    CUdevice device;
+    unsigned gpu;
     CUresult result;
 
+    if (!context)
+        return INVALID_CONTEXT;
+    if (!pointer || size == 0)
+        return INVALID_VALUE;
+    device = device_of(context);
+    gpu = self.gpu_of_device[device];
     if (size > own_arena(device)->size)
         return OUT_OF_MEMORY;
+    bytes = (size + CHUNK - 1) / CHUNK * CHUNK;
     pthread_mutex_lock(&lock);
     result = charge(self.slot, gpu, bytes);
     if (result == SUCCESS) {
-        result = allocate(own_arena(device), size, pointer);
+        result = allocate(own_arena(device), size, first_is, pointer);
         if (result != SUCCESS)
             atomic_fetch_sub(&self.slot->used_bytes[gpu], bytes);
     }
@@ -161,11 +176,11 @@ static uint64_t find_allocation(const struct arena *arena, CUdeviceptr pointer,
     uint64_t chunks = arena->size / CHUNK, end;
 
     *first = (pointer - (uintptr_t)arena->base) / CHUNK;
-    while (*first && arena->used[*first] == 2)
+    while (*first && arena->used[*first] == MORE)
         --*first;
-    if (arena->used[*first] != 1)
+    if (arena->used[*first] == FREE)
         return 0;
-    for (end = *first + 1; end < chunks && arena->used[end] == 2; end++)
+    for (end = *first + 1; end < chunks && arena->used[end] == MORE; end++)
         ;
     return end - *first;
 }
@@ -173,23 +188,14 @@ static uint64_t find_allocation(const struct arena *arena, CUdeviceptr pointer,
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t size)
 {
     ENTER;
-    CUcontext context = current_context();
-
-    if (!context)
-        return INVALID_CONTEXT;
-    if (!pointer || size == 0)
-        return INVALID_VALUE;
-    return allocate_on(device_of(context), size, pointer);
+    return allocate_here(size, FIRST, pointer);
 }
 
 EXPORT CUresult cuMemAllocManaged(CUdeviceptr *pointer, size_t size,
                                   unsigned flags)
 {
-    CUresult result = flags ? cuMemAlloc_v2(pointer, size) : INVALID_VALUE;
-
-    if (result == SUCCESS)
-        self.managed = true;
-    return result;
+    ENTER;
+    return flags ? allocate_here(size, FIRST_MANAGED, pointer) : INVALID_VALUE;
 }
 
 EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer)
@@ -206,11 +212,16 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer)
     if (chunks && pointer == (uintptr_t)arena->base + first * CHUNK) {
         unsigned gpu = self.gpu_of_device[arena - arenas];
 
-        memset(arena->used + first, 0, chunks);
+        if (arena->used[first] == FIRST_MANAGED)
+            self.managed--;
+        memset(arena->used + first, FREE, chunks);
+        arena->allocated -= chunks * CHUNK;
         fallocate(arena->file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                   (off_t)(first * CHUNK), (off_t)(chunks * CHUNK));
-        while (arena->extent && !arena->used[arena->extent / CHUNK - 1])
+        while (arena->extent && arena->used[arena->extent / CHUNK - 1] == FREE)
             arena->extent -= CHUNK;
+        if (ftruncate(arena->file, (off_t)arena->extent) != 0)
+            chunks = 0;
         atomic_fetch_sub(&self.slot->used_bytes[gpu], chunks * CHUNK);
     } else {
         chunks = 0;
@@ -315,18 +326,35 @@ struct place {
     off_t offset;
 };
 
+/* Whether the bytes belong to one allocation, or lie in a mapped region. */
+static bool is_allocated(const struct arena *arena, uint64_t offset, size_t size)
+{
+    if (size > arena->extent || offset > arena->extent - size)
+        return false;
+    if (!arena->used || size == 0)
+        return true;
+    if (arena->used[offset / CHUNK] == FREE)
+        return false;
+    for (uint64_t chunk = offset / CHUNK + 1; chunk * CHUNK < offset + size; chunk++)
+        if (arena->used[chunk] != MORE)
+            return false;
+    return true;
+}
+
 /* Tell where an address lies; false if less than `size` bytes are there. */
 static bool find_place(CUdeviceptr pointer, size_t size, struct place *place)
 {
+    bool there = true;
+
+    place->host = (char *)(uintptr_t)pointer;
     pthread_mutex_lock(&lock);
     place->arena = arena_at(pointer);
+    if (place->arena) {
+        place->offset = (off_t)(pointer - (uintptr_t)place->arena->base);
+        there = is_allocated(place->arena, (uint64_t)place->offset, size);
+    }
     pthread_mutex_unlock(&lock);
-    place->host = (char *)(uintptr_t)pointer;
-    if (!place->arena)
-        return true;
-    place->offset = (off_t)(pointer - (uintptr_t)place->arena->base);
-    return size <= place->arena->extent &&
-           (uint64_t)place->offset <= place->arena->extent - size;
+    return there;
 }
 
 static bool write_all(struct place to, const char *from, size_t size)
@@ -468,6 +496,8 @@ static CUresult fill(CUdeviceptr to, const void *pattern, size_t width,
 
     if (!current_context())
         return INVALID_CONTEXT;
+    if (count > SIZE_MAX / width)
+        return INVALID_VALUE;
     if (!find_place(to, size, &place) || !place.arena || to % width)
         return INVALID_VALUE;
     for (size_t at = 0; at < sizeof buffer; at += width)
@@ -538,11 +568,14 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int attribute,
     ENTER;
     struct arena *arena;
     CUdevice device;
+    uint64_t first = 0, chunks = 0;
 
     pthread_mutex_lock(&lock);
     arena = arena_at(pointer);
+    if (arena && arena->used)
+        chunks = find_allocation(arena, pointer, &first);
     pthread_mutex_unlock(&lock);
-    if (!arena || !arena->used || !data)
+    if (!chunks || !data)
         return INVALID_VALUE;
     device = (CUdevice)(arena - arenas);
     switch (attribute) {
@@ -556,7 +589,7 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int attribute,
         *(CUdeviceptr *)data = pointer;
         return SUCCESS;
     case ATTRIBUTE_IS_MANAGED:
-        *(unsigned *)data = 0;
+        *(unsigned *)data = arena->used[first] == FIRST_MANAGED;
         return SUCCESS;
     case ATTRIBUTE_DEVICE_ORDINAL:
         *(int *)data = device;

@@ -25,16 +25,23 @@
 struct self self;
 
 static int listener = -1;
+static atomic_int connection = -1; /* to the caller that is being served */
 static pthread_t restore_thread_handle;
 static atomic_int restore_thread_id;
 static bool forked;
 static bool lost; /* a restore ran out of memory: nothing helps any more */
 
-/* Where the driver keeps the content while the process is CHECKPOINTED. */
+/* Where the driver keeps the content while the process is CHECKPOINTED: that of
+ * the arena, and then a byte for each chunk, which tells whether any was written. */
 static struct {
     char *memory; /* NULL: with custom storage, or there is none */
     uint64_t size;
 } images[MAX_GPUS];
+
+static char *written(const struct arena *arena, char *image)
+{
+    return image + arena->extent;
+}
 static bool in_custom_storage;
 
 uint64_t now_ns(void)
@@ -130,32 +137,35 @@ static bool copy_out(const struct arena *arena, char *image)
     off_t at = 0, end;
 
     /* Only what has been written: the rest of the file is a hole. */
-    while ((at = lseek(arena->file, at, SEEK_DATA)) >= 0) {
+    while (at < (off_t)arena->extent &&
+           (at = lseek(arena->file, at, SEEK_DATA)) >= 0) {
         end = lseek(arena->file, at, SEEK_HOLE);
+        if (end > (off_t)arena->extent)
+            end = (off_t)arena->extent;
         while (at < end) {
             ssize_t got = pread(arena->file, image + at, (size_t)(end - at), at);
 
             if (got <= 0)
                 return false;
+            memset(written(arena, image) + at / CHUNK, 1,
+                   (size_t)((at + got - 1) / CHUNK - at / CHUNK + 1));
             at += got;
         }
     }
-    return errno == ENXIO;
+    return at >= 0 || errno == ENXIO;
 }
 
-static bool is_zero(const char *page, size_t size)
+static bool copy_back(const struct arena *arena, char *image)
 {
-    return page[0] == 0 && !memcmp(page, page + 1, size - 1);
-}
+    for (uint64_t at = 0; at < arena->extent; at += CHUNK)
+        for (size_t done = 0; written(arena, image)[at / CHUNK] && done < CHUNK;) {
+            ssize_t put = pwrite(arena->file, image + at + done, CHUNK - done,
+                                 (off_t)(at + done));
 
-static bool copy_back(const struct arena *arena, const char *image)
-{
-    enum { PAGE = 4096 };
-
-    for (uint64_t at = 0; at < arena->extent; at += PAGE)
-        if (!is_zero(image + at, PAGE) &&
-            pwrite(arena->file, image + at, PAGE, (off_t)at) != PAGE)
-            return false;
+            if (put <= 0)
+                return false;
+            done += (size_t)put;
+        }
     return true;
 }
 
@@ -165,10 +175,10 @@ static bool make_image(CUdevice device)
     void *memory;
 
     images[device].memory = NULL;
-    images[device].size = arena->extent;
+    images[device].size = arena->extent + arena->extent / CHUNK;
     if (!arena->extent)
         return true;
-    memory = mmap(NULL, arena->extent, PROT_READ | PROT_WRITE,
+    memory = mmap(NULL, images[device].size, PROT_READ | PROT_WRITE,
                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED)
         return false;
@@ -276,7 +286,7 @@ static CUresult charge_all(const unsigned new_gpu[])
     for (device = 0; own_arena(device); device++) {
         unsigned gpu = new_gpu[self.gpu_of_device[device]];
 
-        if (charge(self.slot, gpu, own_arena(device)->extent) != SUCCESS)
+        if (charge(self.slot, gpu, own_arena(device)->allocated) != SUCCESS)
             break;
     }
     if (!own_arena(device))
@@ -345,6 +355,21 @@ static CUresult complete_operation(void)
     return SUCCESS;
 }
 
+/* Go back to where the operation began. */
+static CUresult cancel_operation(void)
+{
+    if (self.state == CHECKPOINTING) {
+        set_state(LOCKED);
+        return SUCCESS;
+    }
+    if (self.state != RESTORING)
+        return ILLEGAL_STATE;
+    for (CUdevice device = 0; own_arena(device); device++)
+        release_device_memory(device);
+    set_state(CHECKPOINTED);
+    return SUCCESS;
+}
+
 static CUresult unlock_process(void)
 {
     if (self.state != LOCKED)
@@ -377,27 +402,41 @@ static void serve(const struct request *request, struct answer *answer)
     case COMPLETE:
         answer->result = complete_operation();
         break;
+    case CANCEL:
+        answer->result = cancel_operation();
+        break;
     }
+}
+
+static void serve_caller(void)
+{
+    struct request request;
+    struct answer answer = {0};
+
+    if (recv(connection, &request, sizeof request, 0) == sizeof request) {
+        serve(&request, &answer);
+        send(connection, &answer, sizeof answer, MSG_NOSIGNAL);
+    }
+    close(connection);
+    connection = -1;
 }
 
 static void *restore_thread(void *unused)
 {
+    const struct timespec while_short_of_files = {0, 10000000};
+
     restore_thread_id = (int)syscall(SYS_gettid);
     wake(&restore_thread_id);
+    while (!self.initialized)
+        wait_while(&self.initialized, 0, UINT64_MAX);
     for (;;) {
-        int caller = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-        struct request request;
-        struct answer answer = {0};
-
-        if (caller < 0 && errno != EINTR && errno != ECONNABORTED)
+        connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+        if (connection >= 0)
+            serve_caller();
+        else if (errno == EINVAL || errno == EBADF) /* shut down: the end */
             return unused;
-        if (caller < 0)
-            continue;
-        if (recv(caller, &request, sizeof request, 0) == sizeof request) {
-            serve(&request, &answer);
-            send(caller, &answer, sizeof answer, MSG_NOSIGNAL);
-        }
-        close(caller);
+        else if (errno != EINTR && errno != ECONNABORTED)
+            nanosleep(&while_short_of_files, NULL);
     }
 }
 
@@ -418,8 +457,12 @@ unsigned socket_address(int pid, struct sockaddr_un *address)
  * for its parent. */
 static void after_fork_in_child(void)
 {
-    if (listener >= 0)
-        close(listener);
+    if (!self.initialized)
+        return;
+    close(listener);
+    if (connection >= 0)
+        close(connection);
+    disown_operations();
     for (CUdevice device = 0; own_arena(device); device++)
         close(own_arena(device)->file);
     listener = -1;
@@ -460,6 +503,7 @@ static CUresult start_restore_thread(void)
 CUresult start_process(void)
 {
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
+    static bool handles_fork;
     struct machine *machine = the_machine();
     CUresult result = SUCCESS;
 
@@ -469,17 +513,29 @@ CUresult start_process(void)
         return NO_DEVICE;
     pthread_mutex_lock(&once);
     if (!self.initialized) {
-        self.slot = take_slot(machine);
         for (unsigned device = 0; device < machine->gpu_count; device++)
             self.gpu_of_device[device] = device;
-        result = self.slot ? make_arenas(machine) : OPERATING_SYSTEM;
+        reset_contexts();
+        result = make_arenas(machine);
         if (result == SUCCESS)
             result = listen_to_callers();
         if (result == SUCCESS)
             result = start_restore_thread();
-        if (result == SUCCESS)
+        if (result == SUCCESS) {
+            self.slot = take_slot(machine, restore_thread_id);
+            result = self.slot ? SUCCESS : OPERATING_SYSTEM;
+        }
+        if (result == SUCCESS && !handles_fork) {
+            handles_fork = true;
             pthread_atfork(NULL, NULL, after_fork_in_child);
-        self.initialized = result == SUCCESS;
+        }
+        if (result == SUCCESS) {
+            self.initialized = 1;
+            wake(&self.initialized);
+        } else if (listener >= 0) {
+            close(listener);
+            listener = -1;
+        }
     }
     pthread_mutex_unlock(&once);
     return result;
@@ -488,6 +544,7 @@ CUresult start_process(void)
 /* Stop being a CUDA process. */
 void end_process(void)
 {
+    forget_operations();
     if (!self.initialized)
         return;
     shutdown(listener, SHUT_RDWR); /* which ends the restore thread */
@@ -498,11 +555,12 @@ void end_process(void)
     for (CUdevice device = 0; own_arena(device); device++)
         drop_image(device);
     drop_arenas();
-    reset_contexts();
-    self.slot->pid = 0;
+    forget_streams();
+    self.slot->owner = 0;
     self.initialized = 0;
-    self.state = RUNNING;
-    self.managed = false;
+    self.managed = 0;
     self.busy_until = 0;
+    self.machines++;
     lost = false;
+    set_state(RUNNING);
 }

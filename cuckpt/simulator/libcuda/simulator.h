@@ -70,10 +70,10 @@ struct machine {
         CUuuid uuid;
         uint64_t memory_bytes;
     } gpus[MAX_GPUS];
-    /* Whoever has called cuInit. A slot of a dead process is free. */
+    /* Whoever has called cuInit: process and restore thread, in one word. Once
+     * that thread is gone, by death or exec, the slot is free. */
     struct slot {
-        atomic_int pid;
-        _Atomic uint64_t start_time;
+        _Atomic uint64_t owner;
         _Atomic uint64_t used_bytes[MAX_GPUS];
     } slots[MAX_PROCESSES];
 };
@@ -82,13 +82,12 @@ struct process_facts {
     char state; /* as in /proc/PID/stat */
     int group;  /* the process that a thread belongs to */
     unsigned uid;
-    uint64_t start_time;
 };
 
 struct machine *the_machine(void); /* NULL if there is none */
 unsigned long machine_number(void);
 bool look_up_process(int pid, struct process_facts *facts);
-struct slot *take_slot(struct machine *machine);
+struct slot *take_slot(struct machine *machine, int restore_thread);
 uint64_t used_on_gpu(struct machine *machine, unsigned gpu);
 int charge(struct slot *slot, unsigned gpu, uint64_t bytes);
 int find_gpu(const struct machine *machine, const CUuuid *uuid);
@@ -100,7 +99,8 @@ struct self {
     atomic_int state;
     atomic_int calls;             /* API calls under way */
     _Atomic uint64_t busy_until;  /* when the last kernel ends, ns */
-    atomic_bool managed;          /* has managed memory */
+    atomic_int managed;           /* allocations of managed memory */
+    atomic_uint machines;         /* how many this process has left */
     struct slot *slot;
     unsigned gpu_of_device[MAX_GPUS];
 };
@@ -125,9 +125,10 @@ uint64_t now_ns(void);
 struct arena {
     char *base;
     uint64_t size;   /* of the range of addresses */
-    uint64_t extent; /* bytes of the file that are in use, from its start */
+    uint64_t extent; /* of the file, up to the last allocation's end */
+    uint64_t allocated; /* bytes of it that are */
     int file;
-    unsigned char *used; /* one for each chunk */
+    unsigned char *used; /* one for each chunk; see memory.c */
     struct arena *next;
 };
 
@@ -152,9 +153,15 @@ CUresult valid_device(CUdevice device);
 
 CUresult make_stream(CUcontext context, CUstream *stream);
 void free_stream(CUstream stream);
+void forget_streams(void);
 CUresult wait_for_stream(CUstream stream);
 
-/* checkpoint.c speaks to process.c of the target through a socket. */
+/* checkpoint.c */
+
+void forget_operations(void);
+void disown_operations(void);
+
+/* It speaks to process.c of the target through a socket. */
 
 enum operation {
     GET_STATE,
@@ -164,6 +171,7 @@ enum operation {
     RESTORE,
     UNLOCK,
     COMPLETE,
+    CANCEL, /* of the caller itself, which could not map what it was offered */
 };
 
 struct gpu_pair {

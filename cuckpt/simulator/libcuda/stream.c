@@ -56,6 +56,12 @@ static void raise_to(_Atomic uint64_t *word, uint64_t value)
         ;
 }
 
+void forget_streams(void)
+{
+    for (int device = 0; device < MAX_GPUS; device++)
+        default_streams[device].busy_until = 0;
+}
+
 CUresult make_stream(CUcontext context, CUstream *stream)
 {
     *stream = calloc(1, sizeof **stream);
