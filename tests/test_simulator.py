@@ -839,21 +839,14 @@ def test_target_short_of_files_answers_when_it_has_some_again():
         + '''
 import threading
 target = start("""
-import os, resource, sys, time
+import resource, sys
 from cuckpt import target
 target.start()
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-files = []
-until = time.monotonic() + 2
-while time.monotonic() < until:
-    try:
-        files.append(os.open("/dev/null", os.O_RDONLY))
-    except OSError:
-        if len(files) < 64:
-            print("full", flush=True)
-            files += [None] * 64
-for file in filter(None, files):
-    os.close(file)
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+print("no descriptor is free", flush=True)
+sys.stdin.readline()
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 sys.stdin.readline()
 """)
 target.stdout.readline()
@@ -865,6 +858,7 @@ asker = threading.Thread(target=get_state)
 asker.start()
 asker.join(0.3)
 print(asker.is_alive())
+tell(target, "go on")
 asker.join(30)
 print(len(states))
 '''
