@@ -1,0 +1,22 @@
+"""What the README shows is what happens."""
+
+import re
+from pathlib import Path
+
+from cuckpt import hints
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_simulation_example_runs(python):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (example,) = [block for block in blocks if "Machine" in block]
+    printed = python(example, CUCKPT_LIBCUDA=None).stdout
+    assert printed.startswith("started")
+    assert printed.endswith("<ProcessState.LOCKED: 1>\n")
+
+
+def test_error_example_is_the_text_of_the_error():
+    (example,) = re.findall(r"```\n(ERROR_.*?)```", README, re.DOTALL)
+    text = hints.explain("ERROR_NOT_READY (600)", 600, "cuCheckpointProcessLock", 4711)
+    assert " ".join(example.split()) == text
