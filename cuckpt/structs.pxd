@@ -43,7 +43,8 @@ cdef class Struct:
     cdef bint _has_bare_address(self) noexcept
 
 
-cdef class Export:
+cdef class Keeper:
+    cdef Struct struct
     cdef Py_buffer view
 
 

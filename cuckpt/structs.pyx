@@ -50,11 +50,13 @@ __all__ = [
 
 
 # Not a memoryview, which the garbage collector would show, and anybody release.
-cdef class Export:
-    """Holds a buffer's export."""
+# Here, and not in Struct, which would pay for it in every object, a long chain of
+# views of views is freed without recursion.
 
-    def __cinit__(self, buffer):
-        PyObject_GetBuffer(buffer, &self.view, PyBUF_FULL_RO)
+@cython.no_gc_clear
+@cython.trashcan(True)
+cdef class Keeper:
+    """Keeps the memory of a view alive: a struct, or the export of a buffer."""
 
     def __dealloc__(self):
         PyBuffer_Release(&self.view)
@@ -68,7 +70,6 @@ cdef class Pointees:
 # reached, and cycles are broken elsewhere, since an owner comes before its view.
 @cython.freelist(16)
 @cython.no_gc_clear
-@cython.trashcan(True)
 cdef class Struct:
     """What the struct classes share. Not to be created itself.
 
@@ -148,15 +149,16 @@ cdef class Struct:
             If its length, layout or alignment is wrong.
         """
         cdef Struct self = new(cls)
-        cdef Export export = Export(buffer)
-        if export.view.len != self._size():
+        cdef Keeper keeper = Keeper()
+        cdef Py_buffer *export = &keeper.view
+        PyObject_GetBuffer(buffer, export, PyBUF_FULL_RO)
+        if export.len != self._size():
             raise ValueError(
-                f"buffer length must be {self._size()} bytes, not "
-                f"{export.view.len}")
-        if not PyBuffer_IsContiguous(&export.view, b"C"):
+                f"buffer length must be {self._size()} bytes, not {export.len}")
+        if not PyBuffer_IsContiguous(export, b"C"):
             raise ValueError("buffer must be contiguous")
-        view_memory(self, export.view.buf, export)
-        self._readonly = export.view.readonly
+        view_memory(self, export.buf, keeper)
+        self._readonly = export.readonly
         return self
 
     @classmethod
@@ -801,9 +803,17 @@ cdef int view_memory(Struct self, void *address, object owner) except -1:
     if <size_t> address % sizeof(void *) != 0:
         raise ValueError(
             f"the memory of a struct must be aligned to {sizeof(void *)} bytes")
-    self._owner = owner
+    self._owner = kept(owner)
     self._ptr = <AnyStruct *> address
     return 0
+
+
+cdef object kept(object owner):
+    if not isinstance(owner, Struct):
+        return owner
+    cdef Keeper keeper = Keeper()
+    keeper.struct = owner
+    return keeper
 
 
 cdef inline int set_timeout(
@@ -918,7 +928,7 @@ cdef int set_uuid(Struct self, CUuuid *target, object uuid) except -1:
 cdef Uuid uuid_view(CheckpointGpuPair pair, CUuuid *uuid):
     cdef Uuid view = Uuid.__new__(Uuid)
     view._ptr = <AnyStruct *> uuid
-    view._owner = pair
+    view._owner = kept(pair)
     view._readonly = pair._readonly
     return view
 

@@ -80,6 +80,23 @@ print("freed")
     assert python(program.format(view[kind])).stdout == "freed\n"
 
 
+def test_cycle_through_a_buffer_is_collected():
+    class Memory(bytearray):
+        alive = 0
+
+        def __init__(self, size):
+            super().__init__(size)
+            Memory.alive += 1
+            self.view = structs.CheckpointLockArgs.from_buffer(self)
+
+        def __del__(self):
+            Memory.alive -= 1
+
+    Memory(64)
+    gc.collect()
+    assert Memory.alive == 0
+
+
 def test_views_of_a_pair_hold_it():
     memory = bytearray(32)
     view = CheckpointGpuPair.from_buffer(memory).old_uuid
