@@ -25,6 +25,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         Exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted.
     """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if "run" not in arguments:
+        parser.print_help()
+        return 0
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:  # such as no space for what is printed
+        print(f"cuckpt: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cuckpt",
         description="Checkpoint and restore the GPU state of CUDA processes.",
@@ -57,13 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="how many GPUs, 1 to 16; default 1",
     )
-    verb.add_argument(
-        "--memory",
-        type=_size,
-        default=_size("8GiB"),
-        metavar="SIZE",
-        help="of each GPU: bytes, or as 512MiB or 4GiB; default 8GiB",
-    )
+    _add_memory(verb, "8GiB", "of each GPU: bytes, or as 512MiB or 4GiB")
     verb.add_argument(
         "--driver-version",
         type=_version,
@@ -83,30 +97,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "custom storage. On the real driver and a GPU if there are, else on a "
         "simulated machine. Exits 0 only if every check passed.",
     )
+    _add_memory(verb, "64MiB", "how much the process fills")
+    verb.set_defaults(run=demonstrate)
+    return parser
+
+
+def _add_memory(verb: argparse.ArgumentParser, default: str, what: str) -> None:
     verb.add_argument(
         "--memory",
         type=_size,
-        default=_size("64MiB"),
+        default=_size(default),
         metavar="SIZE",
-        help="how much the process fills; default 64MiB",
+        help=f"{what}; default {default}",
     )
-    verb.set_defaults(run=demonstrate)
-    arguments = parser.parse_args(argv)
-    if "run" not in arguments:
-        parser.print_help()
-        return 0
-    try:
-        status: int = arguments.run(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:  # such as no space for what is printed
-        print(f"cuckpt: {error}", file=sys.stderr)
-        return 1
-    return status
 
 
 def info(arguments: argparse.Namespace) -> int:

@@ -10,10 +10,12 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any, TypeAlias
 
 from cuckpt import driver, simulator
+
+_Region: TypeAlias = driver.CheckpointCustomStoragePerDeviceData
 
 _PROBE = """
 import json
@@ -131,8 +133,9 @@ class _Demo:
         print(f"    {_mib(freed)} of GPU memory are free again")
         if freed < filled - before:
             raise RuntimeError("the GPU memory was not released")
+        same = driver.CheckpointRestoreArgs(gpu_pairs=_pairs())
         self.step(
-            "restore, by UUID", lambda: driver.checkpoint_process_restore(pid, _same())
+            "restore, by UUID", lambda: driver.checkpoint_process_restore(pid, same)
         )
         self.step("unlock", lambda: driver.checkpoint_process_unlock(pid))
         self.check(digest)
@@ -151,33 +154,32 @@ class _Demo:
             self.step(
                 "checkpoint", lambda: driver.checkpoint_process_checkpoint(pid, save)
             )
-            self.step("copy to a file", lambda: self.copy(save, file.write, None))
+            regions = save.custom_storage_info or ()
+            self.step("copy to a file", lambda: self.save(regions, file))
             self.step("complete", lambda: driver.checkpoint_operation_complete(save))
             file.seek(0)
             load = driver.CheckpointRestoreArgs(gpu_pairs=_pairs(), custom_storage=True)
             self.step("restore", lambda: driver.checkpoint_process_restore(pid, load))
-            self.step("copy from the file", lambda: self.copy(load, None, file.read))
+            places = load.custom_storage_info or ()
+            self.step("copy from the file", lambda: self.load(places, file))
             self.step("complete", lambda: driver.checkpoint_operation_complete(load))
         self.step("unlock", lambda: driver.checkpoint_process_unlock(pid))
         self.check(digest)
 
-    def copy(
-        self,
-        args: "driver.CheckpointCheckpointArgs | driver.CheckpointRestoreArgs",
-        write: Callable[[Any], object] | None,
-        read: Callable[[int], bytes] | None,
-    ) -> None:
-        """Copy every region, to `write` or from `read`."""
-        assert args.custom_storage_info is not None
-        for region in args.custom_storage_info:
+    def save(self, regions: Iterable[_Region], file: IO[bytes]) -> None:
+        """Copy GPU memory to a file."""
+        for region in regions:
             size = ctypes.c_size_t(region.size)
-            pointer = ctypes.c_uint64(region.dev_ptr)
-            if write:
-                content = ctypes.create_string_buffer(region.size)
-                self.call("cuMemcpyDtoH_v2", content, pointer, size)
-                write(content)
-            elif read:
-                self.call("cuMemcpyHtoD_v2", pointer, read(region.size), size)
+            content = ctypes.create_string_buffer(region.size)
+            self.call("cuMemcpyDtoH_v2", content, ctypes.c_uint64(region.dev_ptr), size)
+            file.write(content)
+
+    def load(self, regions: Iterable[_Region], file: IO[bytes]) -> None:
+        """Copy a file to GPU memory."""
+        for region in regions:
+            size = ctypes.c_size_t(region.size)
+            content = file.read(region.size)
+            self.call("cuMemcpyHtoD_v2", ctypes.c_uint64(region.dev_ptr), content, size)
 
     def check(self, expected: str) -> None:
         """Compare address and content of the target's memory."""
@@ -232,10 +234,6 @@ def _pairs() -> list[tuple[driver.Uuid, driver.Uuid]]:
     count = driver.device_get_count()
     uuids = [driver.device_get_uuid_v2(driver.device_get(n)) for n in range(count)]
     return [(uuid, uuid) for uuid in uuids]
-
-
-def _same() -> driver.CheckpointRestoreArgs:
-    return driver.CheckpointRestoreArgs(gpu_pairs=_pairs())
 
 
 def _mib(size: int) -> str:

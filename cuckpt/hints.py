@@ -36,11 +36,11 @@ def explain(
 
 def _cause(status: int, call: str, pid: int | None) -> str | None:
     if pid is not None and status in _ABOUT_THE_PROCESS:
-        return _ABOUT_THE_PROCESS[status](pid) + _init_note(status, call, pid)
+        return _ABOUT_THE_PROCESS[status](call, pid)
     return _TABLE.get((status, call)) or _TABLE.get((status, None))
 
 
-def _not_initialized(pid: int) -> str:
+def _not_initialized(call: str, pid: int) -> str:
     if pid == os.getpid():
         return "this process has not called cuInit; call init(0) first"
     status = _read_status(pid)
@@ -50,17 +50,17 @@ def _not_initialized(pid: int) -> str:
         return f"process {pid} is a zombie: it has ended"
     return (
         f"process {pid} has no CUDA state: it has not called cuInit, or uses the "
-        "GPU for graphics or NVML only"
+        "GPU for graphics or NVML only" + _init_note(call)
     )
 
 
-def _init_note(status: int, call: str, pid: int) -> str:
-    if status == 3 and call in (_CHECKPOINT, _RESTORE) and pid != os.getpid():
+def _init_note(call: str) -> str:
+    if call in (_CHECKPOINT, _RESTORE):
         return "; with custom storage, this process must have called init(0), too"
     return ""
 
 
-def _operating_system(pid: int) -> str:
+def _operating_system(call: str, pid: int) -> str:
     if pid <= 0:
         return "a process id is a positive number"
     status = _read_status(pid)

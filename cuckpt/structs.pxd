@@ -23,12 +23,12 @@ cdef union AnyStruct:
     CUcheckpointCustomStoragePerDeviceData region
 
 
-# `_ptr` is the struct: `_value` inside the object, or memory that `_owner` keeps
-# alive. It is never NULL and never changes once the object is made.
 cdef class CheckpointCustomStorageInfo
 cdef class Pointees
 
 
+# `_ptr` is the struct: `_value` inside the object, or memory that `_owner` keeps
+# alive. It is never NULL and never changes once the object is made.
 cdef class Struct:
     cdef AnyStruct _value
     cdef AnyStruct *_ptr
@@ -43,6 +43,7 @@ cdef class Struct:
     cdef bint _has_bare_address(self) noexcept
 
 
+# Keeps the memory of a view alive: a struct, or the export of a buffer.
 cdef class Keeper:
     cdef Struct struct
     cdef Py_buffer view

@@ -313,9 +313,11 @@ cdef class CheckpointGpuPair(Struct):
             return
         if old is None or new is None:
             raise TypeError("a GPU pair needs both old and new, or neither")
-        new = Uuid(new)  # if it is malformed, nothing changes
-        set_uuid(self, &self._ptr.pair.oldUuid, old)
-        set_uuid(self, &self._ptr.pair.newUuid, new)
+        cdef CUcheckpointGpuPair pair  # if one is malformed, nothing changes
+        read_uuid(&pair.oldUuid, old)
+        read_uuid(&pair.newUuid, new)
+        require_writable(self)
+        self._ptr.pair = pair
 
     @property
     def old_uuid(self):
@@ -911,14 +913,15 @@ cdef bytes without(bytes raw, Py_ssize_t offset):
 
 cdef int set_uuid(Struct self, CUuuid *target, object uuid) except -1:
     require_writable(self)
+    return read_uuid(target, uuid)
+
+
+cdef int read_uuid(CUuuid *target, object uuid) except -1:
     cdef bytes content
     if isinstance(uuid, Uuid):
         memmove(target, (<Uuid> uuid)._ptr, sizeof(CUuuid))
         return 0
-    if type(uuid) is bytes and len(<bytes> uuid) == sizeof(CUuuid):
-        content = uuid
-    else:
-        content = bytes(uuids.to_bytes(uuid))
+    content = uuid if type(uuid) is bytes else bytes(uuids.to_bytes(uuid))
     if len(content) != sizeof(CUuuid):
         raise ValueError(f"a GPU UUID is 16 bytes, got {len(content)}")
     memcpy(target, PyBytes_AS_STRING(content), sizeof(CUuuid))

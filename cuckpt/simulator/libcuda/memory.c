@@ -220,9 +220,9 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer)
                   (off_t)(first * CHUNK), (off_t)(chunks * CHUNK));
         while (arena->extent && arena->used[arena->extent / CHUNK - 1] == FREE)
             arena->extent -= CHUNK;
+        atomic_fetch_sub(&self.slot->used_bytes[gpu], chunks * CHUNK);
         if (ftruncate(arena->file, (off_t)arena->extent) != 0)
             chunks = 0;
-        atomic_fetch_sub(&self.slot->used_bytes[gpu], chunks * CHUNK);
     } else {
         chunks = 0;
     }
@@ -401,12 +401,16 @@ static bool copy_on_device(struct place to, struct place from, size_t size)
     return true;
 }
 
-static CUresult copy(CUdeviceptr to, CUdeviceptr from, size_t size)
+static CUresult copy(CUdeviceptr to, bool to_device, CUdeviceptr from,
+                     bool from_device, size_t size)
 {
     struct place target, source;
     bool done = true;
 
-    if (!find_place(to, size, &target) || !find_place(from, size, &source))
+    if (!current_context())
+        return INVALID_CONTEXT;
+    if (!find_place(to, size, &target) || !find_place(from, size, &source) ||
+        (to_device && !target.arena) || (from_device && !source.arena))
         return INVALID_VALUE;
     if (target.arena && source.arena)
         done = copy_on_device(target, source, size);
@@ -419,41 +423,28 @@ static CUresult copy(CUdeviceptr to, CUdeviceptr from, size_t size)
     return done ? SUCCESS : INVALID_VALUE;
 }
 
-static CUresult copy_checked(CUdeviceptr to, bool to_device, CUdeviceptr from,
-                             bool from_device, size_t size)
-{
-    struct place place;
-
-    if (!current_context())
-        return INVALID_CONTEXT;
-    if ((to_device && (!find_place(to, size, &place) || !place.arena)) ||
-        (from_device && (!find_place(from, size, &place) || !place.arena)))
-        return INVALID_VALUE;
-    return copy(to, from, size);
-}
-
 EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t size)
 {
     ENTER;
-    return copy_checked(to, true, (uintptr_t)from, false, size);
+    return copy(to, true, (uintptr_t)from, false, size);
 }
 
 EXPORT CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t size)
 {
     ENTER;
-    return copy_checked((uintptr_t)to, false, from, true, size);
+    return copy((uintptr_t)to, false, from, true, size);
 }
 
 EXPORT CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t size)
 {
     ENTER;
-    return copy_checked(to, true, from, true, size);
+    return copy(to, true, from, true, size);
 }
 
 EXPORT CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t size)
 {
     ENTER;
-    return copy_checked(to, false, from, false, size);
+    return copy(to, false, from, false, size);
 }
 
 /* The same in a stream. Nothing that the one kernel does can be told from copies

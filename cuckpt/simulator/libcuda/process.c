@@ -341,29 +341,16 @@ static CUresult restore_process(const struct request *request,
     return SUCCESS;
 }
 
-static CUresult complete_operation(void)
+/* To complete an operation leads on, to cancel it leads back. One of the two states
+ * keeps the memory in place and becomes LOCKED; the other gives it up. */
+static CUresult end_operation(enum state keeping_memory)
 {
-    if (self.state == RESTORING) {
+    if (self.state != CHECKPOINTING && self.state != RESTORING)
+        return ILLEGAL_STATE;
+    if (self.state == (int)keeping_memory) {
         set_state(LOCKED);
         return SUCCESS;
     }
-    if (self.state != CHECKPOINTING)
-        return ILLEGAL_STATE;
-    for (CUdevice device = 0; own_arena(device); device++)
-        release_device_memory(device);
-    set_state(CHECKPOINTED);
-    return SUCCESS;
-}
-
-/* Go back to where the operation began. */
-static CUresult cancel_operation(void)
-{
-    if (self.state == CHECKPOINTING) {
-        set_state(LOCKED);
-        return SUCCESS;
-    }
-    if (self.state != RESTORING)
-        return ILLEGAL_STATE;
     for (CUdevice device = 0; own_arena(device); device++)
         release_device_memory(device);
     set_state(CHECKPOINTED);
@@ -400,10 +387,10 @@ static void serve(const struct request *request, struct answer *answer)
         answer->result = unlock_process();
         break;
     case COMPLETE:
-        answer->result = complete_operation();
+        answer->result = end_operation(RESTORING);
         break;
     case CANCEL:
-        answer->result = cancel_operation();
+        answer->result = end_operation(CHECKPOINTING);
         break;
     }
 }
