@@ -8,6 +8,7 @@ tests/gpu runs, on the driver that is there: a real one with a GPU, or, under
 
 import ctypes
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -87,8 +88,16 @@ def null_driver():
     return ctypes.CDLL(os.environ["CUCKPT_LIBCUDA"])
 
 
+def pairs_at(address):
+    """Return the bytes of the pairs that the restore args at an address point to."""
+    pairs, count = struct.unpack("<QI", ctypes.string_at(address, 12))
+    return ctypes.string_at(pairs, 32 * count)
+
+
 class Hook:
     """Decides what the do-nothing driver answers, and keeps what it was asked."""
+
+    pairs_at = staticmethod(pairs_at)
 
     def __init__(self, library):
         self._library = library
@@ -108,6 +117,12 @@ class Hook:
 
         self._function = HOOK(hook)
         self._slot.value = ctypes.cast(self._function, ctypes.c_void_p).value
+
+    def keep_pairs(self):
+        """Succeed, and return a list that gets the pairs of each restore, as bytes."""
+        kept = []
+        self.answer(lambda call, pid, address: kept.append(pairs_at(address)) or 0)
+        return kept
 
     def sleep(self):
         """Make every call take as many milliseconds as its number says, in C."""

@@ -173,14 +173,7 @@ def test_wrong_number_of_arguments(hook):
 
 
 def test_restore_passes_the_pairs(hook):
-    seen = []
-
-    def answer(call, pid, address):
-        pairs, count = struct.unpack("<QI", ctypes.string_at(address, 12))
-        seen.append(ctypes.string_at(pairs, 32 * count))
-        return 0
-
-    hook.answer(answer)
+    seen = hook.keep_pairs()
     driver.checkpoint_process_restore(
         1, CheckpointRestoreArgs(gpu_pairs=[(OLD, NEW), (NEW, OLD)])
     )

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import struct
 import threading
 import time
 
@@ -68,11 +67,6 @@ def in_another_thread(function):
     assert not thread.is_alive()
 
 
-def pairs_at(address):
-    pairs, count = struct.unpack("<QI", ctypes.string_at(address, 12))
-    return ctypes.string_at(pairs, 32 * count)
-
-
 def test_args_changed_during_the_call_change_nothing_for_it(hook):
     args = CheckpointRestoreArgs(gpu_pairs=[(OLD, NEW)] * 10)
     seen = []
@@ -86,7 +80,7 @@ def test_args_changed_during_the_call_change_nothing_for_it(hook):
 
     def answer(call, pid, address):
         in_another_thread(change)
-        seen.append(pairs_at(address))
+        seen.append(hook.pairs_at(address))
         return 0
 
     hook.answer(answer)
@@ -106,7 +100,7 @@ def test_args_dropped_during_the_call_stay_good_for_it(hook):
 
     def answer(call, pid, address):
         in_another_thread(drop)
-        seen.append(pairs_at(address))
+        seen.append(hook.pairs_at(address))
         out = ctypes.c_void_p.from_address(address + 16).value
         ctypes.c_void_p.from_address(out).value = ctypes.addressof(info)
         return 0
@@ -175,7 +169,7 @@ def test_args_without_custom_storage_serve_many_calls(hook):
     def answer(call, pid, address):
         if pid == 1:
             in_another_thread(lambda: driver.checkpoint_process_restore(2, shared))
-        seen.append((pid, pairs_at(address)))
+        seen.append((pid, hook.pairs_at(address)))
         return 0
 
     hook.answer(answer)
