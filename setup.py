@@ -13,6 +13,7 @@ DIRECTIVES = {
     "embedsignature": True,
     "embedsignature.format": "clinic",  # for inspect.signature
     "annotation_typing": False,
+    "freethreading_compatible": True,  # see "Threads" in CONTRIBUTING.md
 }
 
 SIMULATOR = Extension(

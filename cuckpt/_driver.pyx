@@ -9,6 +9,7 @@ Which function: what cuGetProcAddress returns for the version in which the
 function appeared. A driver that lacks it fails that function alone.
 """
 
+cimport cython
 from libc.stdlib cimport getenv
 
 from cuckpt.errors import (
@@ -107,8 +108,10 @@ ctypedef CUresult (*GetProcAddress)(
     const char *symbol, void **function, int version, uint64_t flags,
     int *status) noexcept nogil
 
+# Written once, under the lock, and read after it has been taken.
 cdef void *library = NULL
 cdef GetProcAddress get_proc_address = NULL
+cdef cython.pymutex loading
 
 
 cdef CUresult cuInit(unsigned int Flags) except ?CUDA_ERROR_NOT_FOUND nogil:
@@ -212,29 +215,42 @@ cdef void *look_up(const char *name, int version) except? NULL:
     return found
 
 
-# The GIL, held from test to assignment, makes the first load happen once.
+# The lock lets one thread load the driver while others wait: without it two could,
+# where there is no GIL. Nothing that runs Python code happens under it.
 cdef int open_library() except -1:
-    global library, get_proc_address
-    if library != NULL:
-        return 0
+    cdef bytes path = chosen_path()
+    cdef bytes failure = None
+    with loading:
+        if library == NULL:
+            failure = load_library(path)
+    if failure is not None:
+        raise catchable(DynamicLibNotFoundError)(
+            load_failure(path.decode(errors="replace"),
+                         failure.decode(errors="replace"))
+        )
+    return 0
+
+
+cdef bytes chosen_path():
     cdef const char *chosen = getenv("CUCKPT_LIBCUDA")
     cdef bytes path = chosen if chosen != NULL else b""
     if path and b"/" not in path:
         path = b"./" + path  # a path, not a name to search for
+    return path
+
+
+cdef bytes load_library(bytes path):
+    """Load the driver; return why it cannot be, or None."""
+    global library, get_proc_address
     cdef void *handle = dlopen(path or b"libcuda.so.1", RTLD_NOW)
     if handle == NULL:
-        raise catchable(DynamicLibNotFoundError)(
-            load_failure(path.decode(errors="replace"),
-                         dlerror().decode(errors="replace"))
-        )
+        return dlerror()
     if dlsym(handle, "cuInit") == NULL:
         dlclose(handle)
-        raise catchable(DynamicLibNotFoundError)(
-            f"{path.decode(errors='replace') or 'libcuda.so.1'} is not a CUDA "
-            "driver: it has no cuInit")
+        return (path or b"libcuda.so.1") + b" is not a CUDA driver: it has no cuInit"
     get_proc_address = <GetProcAddress> dlsym(handle, "cuGetProcAddress_v2")
     library = handle
-    return 0
+    return None
 
 
 cdef str load_failure(str path, str reason):

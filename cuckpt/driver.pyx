@@ -19,6 +19,7 @@ and DynamicLibNotFoundError if no driver can be loaded.
 
 import sys
 
+cimport cython
 from cpython.bytes cimport PyBytes_GET_SIZE
 from cpython.number cimport PyIndex_Check
 from libc.string cimport memcpy
@@ -51,8 +52,8 @@ from cuckpt.structs cimport (
     Pointees,
     Struct,
     Uuid,
-    copy_answer,
     forget_operation,
+    keep_answer,
     known_operation,
 )
 
@@ -560,15 +561,16 @@ def checkpoint_operation_complete(handle):
     cdef CUresult result
     cdef Operation operation = find_operation(handle, &c_handle)
     cdef bint ended = begin_completion(operation)
+    cdef bint completed = False
     try:
         with nogil:
             result = cuCheckpointOperationComplete(c_handle)
         ended = True
         check(result, "cuCheckpointOperationComplete")
-        operation.completed = True
+        completed = True
         forget_operation(<size_t> c_handle, operation)
     finally:
-        operation.in_call, operation.ended = False, ended
+        end_completion(operation, ended, completed)
 
 
 def library_path():
@@ -718,10 +720,13 @@ cdef object restore_with(object args, int pid):
     cdef Pointees asker = None
     cdef bytes pairs = None
     cdef CUresult result
-    if snapshot(args, CheckpointRestoreArgs, &c_args):
-        p_args = &c_args
-        if c_args.gpuPairs != NULL or c_args.gpuPairsCount != 0:
-            pairs = checked_pairs(args, p_args)
+    with cython.critical_section(args):  # the pairs and where they are, together
+        if snapshot(args, CheckpointRestoreArgs, &c_args):
+            p_args = &c_args
+            if c_args.gpuPairs != NULL and isinstance(args, CheckpointRestoreArgs):
+                pairs = (<CheckpointRestoreArgs> args)._pairs_at(c_args.gpuPairs)
+    if p_args != NULL:
+        check_pairs(pairs, p_args)
         if c_args.customStorageInfo_out != NULL:
             asker = redirect(args, &c_args.customStorageInfo_out, &cell)
     try:
@@ -740,25 +745,19 @@ cdef inline CUresult restore_keeping(
         return cuCheckpointProcessRestore(pid, args)
 
 
-cdef bytes checked_pairs(object args, CUcheckpointRestoreArgs *c_args):
-    """Return the pairs that `args` owns, or None.
-
-    A count without pairs is refused: libcuda would read from address 0.
-    """
-    cdef unsigned int count = c_args.gpuPairsCount
-    if c_args.gpuPairs == NULL:
+cdef inline int check_pairs(
+        bytes pairs, CUcheckpointRestoreArgs *args) except -1:
+    """Refuse more pairs than there are: libcuda would read what is not there."""
+    cdef unsigned int count = args.gpuPairsCount
+    if count != 0 and args.gpuPairs == NULL:
         raise ValueError(f"gpu_pairs_count is {count}, but gpu_pairs is not set")
-    if not isinstance(args, CheckpointRestoreArgs):
-        return None
-    cdef CheckpointRestoreArgs own = args
-    if not own._owns_pairs():
-        return None
-    cdef bytes pairs = own._pointees.pairs
-    owned = PyBytes_GET_SIZE(pairs) // sizeof(CUcheckpointGpuPair)
+    if pairs is None:  # or they belong to somebody else
+        return 0
+    cdef Py_ssize_t owned = PyBytes_GET_SIZE(pairs) // sizeof(CUcheckpointGpuPair)
     if count > owned:
         raise ValueError(
             f"gpu_pairs_count is {count}, but gpu_pairs has {owned}")
-    return pairs
+    return 0
 
 
 cdef Pointees redirect(
@@ -770,35 +769,42 @@ cdef Pointees redirect(
     """
     if not isinstance(args, CustomStorageArgs):
         return None
-    if not (<CustomStorageArgs> args)._owns_cell():
-        return None
-    cdef Pointees asker = (<CustomStorageArgs> args)._pointees
-    if asker.in_call:
-        raise RuntimeError(
-            "this args object serves another call at the moment; with custom "
-            "storage, give each call its own")
-    cdef CheckpointCustomStorageInfo info = asker.info
-    if info is not None and not info._operation.ended:
-        raise RuntimeError(
-            "these args hold an operation that waits for completion; complete "
-            "it, or give this call args of its own")
-    asker.in_call = True
-    asker.cell = NULL
-    asker.info = None
-    out[0] = cell
+    cdef Pointees asker = (<CustomStorageArgs> args)._asker(out[0])
+    if asker is not None:
+        begin_call(asker)
+        out[0] = cell
     return asker
+
+
+cdef int begin_call(Pointees asker) except -1:
+    """Let one call at a time answer here."""
+    cdef CheckpointCustomStorageInfo info
+    with cython.critical_section(asker):
+        info = asker.info
+        if asker.in_call:
+            raise RuntimeError(
+                "this args object serves another call at the moment; with custom "
+                "storage, give each call its own")
+        if info is not None and not info._operation.ended:
+            raise RuntimeError(
+                "these args hold an operation that waits for completion; complete "
+                "it, or give this call args of its own")
+        asker.in_call = True
+        asker.cell = NULL
+        asker.info = None
+    return 0
 
 
 cdef inline void end_call(Pointees asker) noexcept:
     if asker is not None:
-        asker.in_call = False
+        with cython.critical_section(asker):
+            asker.in_call = False
 
 
 cdef inline int take_answer(
-        Pointees asker, CUcheckpointCustomStorageInfo *cell) except -1:
-    if asker is not None:
-        asker.cell = cell
-        copy_answer(asker)
+        Pointees asker, CUcheckpointCustomStorageInfo *answer) except -1:
+    if asker is not None and answer != NULL:
+        keep_answer(asker, answer)
     return 0
 
 
@@ -823,15 +829,25 @@ cdef Operation find_operation(
         c_handle[0], operation = as_address(handle, "handle"), None
     if c_handle[0] == NULL:
         raise ValueError("handle is null: it names no operation")
-    if operation is not None and operation.completed:
-        raise ValueError("this operation has been completed")
     return operation or known_operation(<size_t> c_handle[0]) or Operation()
 
 
 cdef bint begin_completion(Operation operation) except -1:
     """Let the regions end before the driver unmaps them; tell if they had."""
-    cdef bint ended = operation.ended
-    if operation.in_call:
-        raise RuntimeError("another thread is completing this operation")
-    operation.in_call = operation.ended = True
+    cdef bint ended
+    with cython.critical_section(operation):
+        if operation.completed:
+            raise ValueError("this operation has been completed")
+        if operation.in_call:
+            raise RuntimeError("another thread is completing this operation")
+        ended = operation.ended
+        operation.in_call = operation.ended = True
     return ended
+
+
+cdef void end_completion(
+        Operation operation, bint ended, bint completed) noexcept:
+    with cython.critical_section(operation):
+        operation.in_call = False
+        operation.ended = ended
+        operation.completed = completed

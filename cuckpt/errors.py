@@ -223,7 +223,18 @@ def driver_error(status, call=None, pid=None):
         Of the code's own subclass; also an instance of the class of the same
         name in ``cuda.bindings._v2.driver`` when that module is loaded.
     """
-    return catchable(_CLASSES.get(status, DriverError))(status, call, pid)
+    peer = sys.modules.get(DriverError._peer_module)
+    cls = _RAISED.get((status, peer))
+    if cls is None:
+        cls = catchable(_CLASSES.get(status, DriverError))
+        if status in _CLASSES:
+            _RAISED[status, peer] = cls
+    # What __init__ does, without the time that a call of it takes.
+    error = cls.__new__(cls, _TEXTS.get(status) or _text(status))
+    error.status = status
+    error.call = call
+    error.pid = pid
+    return error
 
 
 def catchable(cls):
@@ -246,7 +257,8 @@ def catchable(cls):
     both = _COMBINED.get((cls, peer))
     if both is None:
         names = {"__module__": cls.__module__, "_stands_for": cls}
-        both = _COMBINED[cls, peer] = type(cls.__name__, (cls, peer), names)
+        both = type(cls.__name__, (cls, peer), names)
+        both = _COMBINED.setdefault((cls, peer), both)  # another thread's, if first
     return both
 
 
@@ -267,7 +279,8 @@ def _class_name(result_name):
 
 
 _TEXTS = {code: f"{name} ({code})" for name, code in _RESULTS.items()}
-_COMBINED = {}
+_COMBINED = {}  # the class to raise, by the two classes that it stands for
+_RAISED = {}  # the same by result and peer module, to be found at once
 _CLASSES = {
     code: type(
         _class_name(name),

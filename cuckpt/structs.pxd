@@ -78,7 +78,8 @@ cdef class CheckpointUnlockArgs(Struct):
 # object keeps the driver's answer.
 cdef class CustomStorageArgs(Struct):
     cdef CUcheckpointCustomStorageInfo ***_out(self) noexcept
-    cdef bint _owns_cell(self) noexcept
+    cdef Pointees _asker(self, void *out)
+    cdef bint _is_cell(self, void *out) noexcept
 
 
 cdef class CheckpointCheckpointArgs(CustomStorageArgs):
@@ -86,7 +87,7 @@ cdef class CheckpointCheckpointArgs(CustomStorageArgs):
 
 
 cdef class CheckpointRestoreArgs(CustomStorageArgs):
-    cdef bint _owns_pairs(self) noexcept
+    cdef bytes _pairs_at(self, void *address)
 
 
 # One custom-storage operation, shared by its info and its regions.
@@ -106,6 +107,7 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
     cdef Operation _operation
 
 
-cdef CheckpointCustomStorageInfo copy_answer(Pointees own)
+cdef CheckpointCustomStorageInfo keep_answer(
+    Pointees asker, CUcheckpointCustomStorageInfo *answer)
 cdef Operation known_operation(size_t handle)
 cdef void forget_operation(size_t handle, Operation operation)

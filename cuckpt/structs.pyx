@@ -4,6 +4,10 @@ The semantics are those of ``cuda.bindings._v2.driver``: `from_ptr`,
 `from_buffer`, `from_data`, ``.ptr``, ``int()``, ``==`` by content and the
 buffer protocol. On top, nothing but a wild address can crash, and whatever a
 struct points to is kept alive by it.
+
+Threads may share struct objects, with or without a GIL. What a thread reads of a
+field is one of the values that were set; a UUID alone, which is not one machine
+word, can be seen half changed where there is no GIL.
 """
 
 import sys
@@ -17,8 +21,13 @@ from cpython.buffer cimport (
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.bytes cimport (
+    PyBytes_AS_STRING,
+    PyBytes_FromStringAndSize,
+    PyBytes_GET_SIZE,
+)
 from cpython.number cimport PyIndex_Check
+from cpython.weakref cimport PyWeakref_NewRef
 from libc.stdint cimport UINT32_MAX
 from libc.string cimport memcmp, memcpy, memmove
 
@@ -62,6 +71,9 @@ cdef class Keeper:
         PyBuffer_Release(&self.view)
 
 
+# Whoever reads or changes what an args object owns, and where its struct points, is
+# in the critical section of that object: else a thread could free the pairs that
+# another has just found. Of two objects never both at once.
 cdef class Pointees:
     """What an args object owns beside its struct."""
 
@@ -207,7 +219,7 @@ cdef class Struct:
             return NotImplemented
         cdef Struct that = other
         return (memcmp(self._ptr, that._ptr, self._size()) == 0
-                or self._content() == that._content())
+                or content(self) == content(that))
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(
@@ -216,7 +228,7 @@ cdef class Struct:
             view.format = "b"  # as cuda.bindings has it
 
     def __copy__(self):
-        cdef Struct copy = _rebuild(type(self), *self._content())
+        cdef Struct copy = _rebuild(type(self), *content(self))
         copy._follow(self)
         if hasattr(self, "__dict__"):  # of a subclass
             copy.__dict__.update(self.__dict__)
@@ -226,12 +238,15 @@ cdef class Struct:
         return self.__copy__()
 
     def __reduce__(self):
-        if self._has_bare_address():
+        cdef tuple found
+        with cython.critical_section(self):
+            found = None if self._has_bare_address() else self._content()
+        if found is None:
             raise TypeError(
                 f"cannot pickle a {type(self).__name__} that holds an address: "
                 "it means nothing in another process")
         state = getattr(self, "__dict__", None)  # of a subclass
-        return _rebuild, (type(self), *self._content()), state or None
+        return _rebuild, (type(self), *found), state or None
 
     cdef Py_ssize_t _size(self) noexcept:
         return 0
@@ -418,7 +433,8 @@ cdef class CustomStorageArgs(Struct):
         object, read this before the operation is completed: the driver's
         memory is copied at the first look.
         """
-        return copy_answer(self._pointees) if self._owns_cell() else None
+        cdef Pointees asker = self._asker(self._out()[0])
+        return None if asker is None else known_answer(asker)
 
     @property
     def custom_storage_info_out(self):
@@ -435,18 +451,22 @@ cdef class CustomStorageArgs(Struct):
         """Return the address of the field customStorageInfo_out."""
         return &self._ptr.checkpoint.customStorageInfo_out
 
-    cdef bint _owns_cell(self) noexcept:
-        return self._pointees is not None and (
-            self._out()[0] == &self._pointees.cell)
+    @cython.critical_section
+    cdef Pointees _asker(self, void *out):
+        """Return who keeps an answer written to `out`; None if this object does not."""
+        return self._pointees if self._is_cell(out) else None
+
+    cdef bint _is_cell(self, void *out) noexcept:
+        return self._pointees is not None and out == &self._pointees.cell
 
     cdef tuple _content(self):
         cdef bytes raw = raw_bytes(self)
-        if not self._owns_cell():
+        if not self._is_cell(self._out()[0]):
             return raw, None, False
         return without(raw, <char *> self._out() - <char *> self._ptr), None, True
 
     cdef bint _has_bare_address(self) noexcept:
-        return self._out()[0] != NULL and not self._owns_cell()
+        return self._out()[0] != NULL and not self._is_cell(self._out()[0])
 
 
 cdef class CheckpointCheckpointArgs(CustomStorageArgs):
@@ -542,9 +562,10 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
                 f"this {type(self).__name__} is a view and cannot own GPU "
                 "pairs; set an address, or make a CheckpointRestoreArgs(...)")
         cdef bytes packed = pack_pairs(gpu_pairs)
-        own_pairs(self, packed)
-        self._ptr.restore.gpuPairsCount = <unsigned int> (
-            len(packed) // sizeof(CUcheckpointGpuPair))
+        with cython.critical_section(self):
+            own_pairs(self, packed)
+            self._ptr.restore.gpuPairsCount = <unsigned int> (
+                PyBytes_GET_SIZE(packed) // sizeof(CUcheckpointGpuPair))
 
     @property
     def gpu_pairs_count(self):
@@ -566,20 +587,23 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
     cdef CUcheckpointCustomStorageInfo ***_out(self) noexcept:
         return &self._ptr.restore.customStorageInfo_out
 
-    cdef bint _owns_pairs(self) noexcept:
+    cdef bytes _pairs_at(self, void *address):
+        """Return the pairs, if this object owns them and they are there, or None."""
         cdef Pointees own = self._pointees
-        return own is not None and own.pairs is not None and (
-            <char *> self._ptr.restore.gpuPairs == PyBytes_AS_STRING(own.pairs))
+        if own is None or own.pairs is None or (
+                address != PyBytes_AS_STRING(own.pairs)):
+            return None
+        return own.pairs
 
     cdef tuple _content(self):
         raw, _, custom_storage = CustomStorageArgs._content(self)
-        if not self._owns_pairs():
-            return raw, None, custom_storage
-        return without(raw, 0), self._pointees.pairs, custom_storage
+        cdef bytes pairs = self._pairs_at(self._ptr.restore.gpuPairs)
+        return raw if pairs is None else without(raw, 0), pairs, custom_storage
 
     cdef bint _has_bare_address(self) noexcept:
+        cdef void *pairs = self._ptr.restore.gpuPairs
         return CustomStorageArgs._has_bare_address(self) or (
-            self._ptr.restore.gpuPairs != NULL and not self._owns_pairs())
+            pairs != NULL and self._pairs_at(pairs) is None)
 
 
 # The driver's info struct and its array are freed when the operation ends, so
@@ -654,7 +678,9 @@ cdef class CheckpointCustomStorageInfo(Struct):
 
     cdef int _read_pointers(self, bint is_answer) except -1:
         cdef CUcheckpointCustomStorageInfo *info = &self._ptr.info
-        self._operation = operation(<size_t> info.handle, is_answer)
+        # The driver may use the handle of an earlier operation again.
+        self._operation = (
+            Operation() if is_answer else operation(<size_t> info.handle))
         if is_answer and info.deviceCount == 0:
             self._regions = ()
         elif info.perDeviceData != NULL:
@@ -831,13 +857,19 @@ cdef inline bint as_bool(object value, str name) except -1:
     raise TypeError(f"{name} must be a bool, not {type(value).__name__}")
 
 
+cdef tuple content(Struct self):
+    with cython.critical_section(self):
+        return self._content()
+
+
 cdef int answer_here(CustomStorageArgs self) except -1:
     require_writable(self)
     if self._owner is not None:
         raise ValueError(
             f"this {type(self).__name__} is a view and cannot own the place of "
             "the driver's answer; set custom_storage_info_out to an address")
-    self._out()[0] = &pointees(self).cell
+    with cython.critical_section(self):
+        self._out()[0] = &pointees(self).cell
     return 0
 
 
@@ -852,14 +884,25 @@ cdef int own_pairs(CheckpointRestoreArgs self, bytes pairs) except -1:
     return 0
 
 
-cdef CheckpointCustomStorageInfo copy_answer(Pointees own):
-    """Return the driver's answer, copied when it is first seen."""
-    cdef CUcheckpointCustomStorageInfo *cell = own.cell
-    if cell == NULL:
-        return own.info
-    own.cell = NULL
-    own.info = copied_info(cell)
-    return own.info
+cdef CheckpointCustomStorageInfo known_answer(Pointees asker):
+    """Return the driver's answer; if another binding asked, it is copied now."""
+    cdef CUcheckpointCustomStorageInfo *cell = asker.cell
+    if cell != NULL:
+        return keep_answer(asker, cell)
+    with cython.critical_section(asker):
+        return asker.info
+
+
+# Two threads may copy one answer at once; the first to have done so decides.
+cdef CheckpointCustomStorageInfo keep_answer(
+        Pointees asker, CUcheckpointCustomStorageInfo *answer):
+    cdef CheckpointCustomStorageInfo info = copied_info(answer)
+    with cython.critical_section(asker):
+        if asker.info is None or asker.cell == answer:
+            asker.cell = NULL
+            asker.info = info
+            operation(<size_t> answer.handle, info._operation)
+        return asker.info
 
 
 cdef CheckpointCustomStorageInfo copied_info(
@@ -881,17 +924,21 @@ cdef Pointees pointees(Struct self):
 cdef str custom_storage_repr(CustomStorageArgs self):
     if self._out()[0] == NULL:
         return ""
-    if self._owns_cell():
+    if self._asker(self._out()[0]) is not None:
         return "custom_storage=True"
     return f"custom_storage_info_out={self.custom_storage_info_out:#x}"
 
 
 cdef str pairs_repr(CheckpointRestoreArgs self):
-    cdef CUcheckpointRestoreArgs *args = &self._ptr.restore
-    if args.gpuPairs == NULL and args.gpuPairsCount == 0:
+    cdef void *address
+    cdef Py_ssize_t count
+    cdef bytes pairs
+    with cython.critical_section(self):
+        address = self._ptr.restore.gpuPairs
+        count = self._ptr.restore.gpuPairsCount
+        pairs = self._pairs_at(address)
+    if address == NULL and count == 0:
         return ""
-    cdef Py_ssize_t count = args.gpuPairsCount
-    cdef bytes pairs = self._pointees.pairs if self._owns_pairs() else b""
     if pairs and len(pairs) == count * 32:
         shown = ", ".join([
             f"('{uuids.to_text(pairs[at:at + 16])}', "
@@ -899,7 +946,7 @@ cdef str pairs_repr(CheckpointRestoreArgs self):
             for at in range(0, len(pairs), 32)
         ])
         return f"gpu_pairs=[{shown}]"
-    return f"gpu_pairs={self.gpu_pairs:#x}, gpu_pairs_count={count}"
+    return f"gpu_pairs={<size_t> address:#x}, gpu_pairs_count={count}"
 
 
 cdef bytes raw_bytes(Struct self):
@@ -972,33 +1019,38 @@ cdef CheckpointCustomStoragePerDeviceData region(
     return self
 
 
-# The operations that somebody still holds an info or a region of, by handle.
-cdef object operations = None
+# The operations that somebody still holds an info or a region of: by handle, a weak
+# reference each. Guarded by an object of its own: a dict takes its own critical
+# section in each of its operations, and that would end one around several.
+cdef dict operations = {}
+cdef object operations_guard = object()
 
 
-cdef Operation operation(size_t handle, bint is_new):
-    """Return the operation that a handle names; a new one if there is none.
-
-    The driver may use a handle again, for an operation that `is_new`.
-    """
-    global operations
-    if operations is None:
-        from weakref import WeakValueDictionary
-
-        operations = WeakValueDictionary()
-    cdef Operation known = known_operation(handle)
-    if is_new or known is None:
-        known = operations[handle] = Operation()
+cdef Operation operation(size_t handle, Operation new=None):
+    """Return the operation that a handle names: from now on `new`, if given."""
+    cdef Operation known
+    with cython.critical_section(operations_guard):
+        known = new or referent(operations.get(handle)) or Operation()
+        for old, reference in list(operations.items()):
+            if referent(reference) is None:
+                operations.pop(old, None)
+        operations[handle] = PyWeakref_NewRef(known, None)
     return known
 
 
 cdef Operation known_operation(size_t handle):
-    return None if operations is None else operations.get(handle)
+    with cython.critical_section(operations_guard):
+        return referent(operations.get(handle))
 
 
 cdef void forget_operation(size_t handle, Operation operation):
-    if known_operation(handle) is operation:
-        del operations[handle]
+    with cython.critical_section(operations_guard):
+        if referent(operations.get(handle)) is operation:
+            operations.pop(handle, None)
+
+
+cdef inline Operation referent(object reference):
+    return None if reference is None else reference()
 
 
 cdef object dtype(str name):

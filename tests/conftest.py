@@ -57,6 +57,13 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def pytest_collection_modifyitems(items):
+    shared = pytest.mark.thread_unsafe(reason="one driver, or other processes")
+    for item in items:
+        if {"hook", "python"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(shared)
+
+
 def pytest_report_header():
     import cuckpt
     from cuckpt import driver
@@ -112,8 +119,9 @@ class Hook:
         """
 
         def hook(call, pid, argument):
-            self.calls.append((call.decode(), pid, argument))
-            return result(*self.calls[-1]) if callable(result) else result
+            asked = call.decode(), pid, argument
+            self.calls.append(asked)
+            return result(*asked) if callable(result) else result
 
         self._function = HOOK(hook)
         self._slot.value = ctypes.cast(self._function, ctypes.c_void_p).value

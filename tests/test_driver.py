@@ -284,32 +284,6 @@ def test_args_with_an_open_operation_are_not_overwritten(hook, verb):
     call(verb, 2, args)  # an attempt was made: the caller knows
 
 
-@custom_storage_calls
-def test_answer_to_another_call_meanwhile_is_refused(hook, verb):
-    # Python code runs while the answer is copied: it must find the object busy.
-    import sys
-
-    Storage(hook)
-    args = ARGS[verb](custom_storage=True)
-    seen = []
-
-    def profile(frame, event, argument):
-        if event == "call" and frame.f_code.co_name == "__setitem__":
-            sys.setprofile(None)
-            with pytest.raises(RuntimeError, match="serves another call"):
-                call(verb, 2, args)
-            seen.append(True)
-
-    call(verb, 1, ARGS[verb](custom_storage=True))  # makes what is made once
-    sys.setprofile(profile)
-    try:
-        call(verb, 1, args)
-    finally:
-        sys.setprofile(None)
-    assert seen == [True]
-    assert args.custom_storage_info.handle == Storage.HANDLE
-
-
 def test_custom_storage_without_devices(hook):
     Storage(hook, regions=())
     args = CheckpointCheckpointArgs(custom_storage=True)

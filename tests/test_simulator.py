@@ -13,6 +13,8 @@ import pytest
 
 from cuckpt import simulator
 
+pytestmark = pytest.mark.thread_unsafe(reason="each test runs programs of its own")
+
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "cuckpt")
 SCENARIOS = Path(__file__).parent / "gpu/test_scenarios.py"
 UUIDS = [simulator._uuid_of(n) for n in range(2)]

@@ -496,12 +496,12 @@ def pairs_in_memory(args):
         [(OLD, NEW), (NEW, OLD)],
         ((OLD_BYTES, NEW_BYTES), [NEW, OLD]),
         {OLD: NEW, NEW: OLD}.items(),
-        iter([(OLD, NEW), (uuid.UUID(bytes=NEW_BYTES), OLD)]),
+        [(OLD, NEW), (uuid.UUID(bytes=NEW_BYTES), OLD)].__iter__,
     ],
     ids=["list", "tuple", "items", "iterator"],
 )
 def test_restore_args_own_their_pairs(pairs):
-    args = CheckpointRestoreArgs(gpu_pairs=pairs)
+    args = CheckpointRestoreArgs(gpu_pairs=pairs() if callable(pairs) else pairs)
     assert args.gpu_pairs_count == 2
     assert pairs_in_memory(args) == OLD_BYTES + NEW_BYTES + NEW_BYTES + OLD_BYTES
 

@@ -12,5 +12,6 @@ setup(
     ext_modules=cythonize(
         [Extension("consumer", ["consumer.pyx"], language=language)],
         language_level=3,
+        compiler_directives={"freethreading_compatible": True},
     ),
 )

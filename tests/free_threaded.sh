@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Run the tests on a Python without a GIL, each in four threads at once.
+#
+#   tests/free_threaded.sh             builds such a Python from Debian's source
+#   tests/free_threaded.sh PYTHON      uses this one
+#
+# The build takes three minutes, wants apt and a C compiler, and changes nothing
+# outside its temporary folder but for the packages that Python is built with.
+# cuda.bindings has no wheels for it, so the comparisons with it are left out.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+build_python() {
+    local mirror
+    mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' |
+        grep -m 1 '/debian/\?$')
+    local keys=/usr/share/keyrings/debian-archive-keyring.gpg
+    echo "deb-src [signed-by=$keys] $mirror trixie main" >"$work/sources.list"
+    mkdir -p "$work/apt/lists/partial" "$work/apt/cache/archives/partial"
+    local apt=(
+        apt-get -q -o "Dir::Etc::SourceList=$work/sources.list"
+        -o Dir::Etc::SourceParts=/dev/null -o "Dir::State::Lists=$work/apt/lists"
+        -o "Dir::Cache=$work/apt/cache" -o APT::Sandbox::User=root
+    )
+    "${apt[@]}" update
+    (cd "$work" && "${apt[@]}" source --download-only python3.13)
+    mkdir "$work/source"
+    tar -xf "$work"/python3.13_*.orig.tar.xz --strip-components=1 -C "$work/source"
+    (
+        cd "$work/source"
+        ./configure -q --disable-gil --prefix="$work/python"
+        make -s -j"$(nproc)"
+        make -s install
+    ) >"$work/build.log" 2>&1 || {
+        tail -50 "$work/build.log"
+        exit 1
+    }
+}
+
+python=${1:-}
+if [ -z "$python" ]; then
+    build_python
+    python=$work/python/bin/python3.13t
+fi
+"$python" -m venv "$work/venv"
+PATH=$work/venv/bin:$PATH
+# Only wheels: some packages have none for it in their latest version.
+pip install -q --disable-pip-version-check --only-binary :all: 'cython>=3.1' hypothesis \
+    numpy 'nvidia-cuda-runtime>=13.5,<14' pytest pytest-run-parallel 'setuptools>=77'
+pip install -q --disable-pip-version-check --no-build-isolation --no-deps .
+python -P -W error -c '
+import sys, cuckpt.driver
+assert not sys._is_gil_enabled(), "a module of cuckpt turned the GIL on"
+print(sys.version)'
+PYTHON_GIL=0 python -P -m pytest --parallel-threads=4 \
+    --ignore tests/test_parity.py --ignore tests/test_simulator_peers.py
