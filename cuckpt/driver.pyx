@@ -21,6 +21,7 @@ import sys
 
 cimport cython
 from cpython.bytes cimport PyBytes_GET_SIZE
+from cpython.long cimport PyLong_CheckExact
 from cpython.number cimport PyIndex_Check
 from libc.string cimport memcpy
 
@@ -560,17 +561,11 @@ def checkpoint_operation_complete(handle):
     cdef CUcheckpointOperationHandle c_handle = NULL
     cdef CUresult result
     cdef Operation operation = find_operation(handle, &c_handle)
-    cdef bint ended = begin_completion(operation)
-    cdef bint completed = False
-    try:
-        with nogil:
-            result = cuCheckpointOperationComplete(c_handle)
-        ended = True
-        check(result, "cuCheckpointOperationComplete")
-        completed = True
-        forget_operation(<size_t> c_handle, operation)
-    finally:
-        end_completion(operation, ended, completed)
+    if operation is not None:
+        return complete_known(operation, c_handle)
+    with nogil:
+        result = cuCheckpointOperationComplete(c_handle)
+    check(result, "cuCheckpointOperationComplete")
 
 
 def library_path():
@@ -676,7 +671,7 @@ cdef void *foreign_address(object args, type cls) except? NULL:
         return as_address(int(args), "args")
     if isinstance(args, getattr(v1, f"CUc{name[1:]}", ())):
         return as_address(int(args.getPtr()), "args")
-    if PyIndex_Check(args) and not isinstance(args, bool):
+    if PyIndex_Check(args) and type(args) is not bool:
         return plausible_address(args, name)
     raise TypeError(
         f"args must be None, {name} (of cuckpt or cuda.bindings) or the "
@@ -810,10 +805,12 @@ cdef inline int take_answer(
 
 cdef Operation find_operation(
         object handle, CUcheckpointOperationHandle *c_handle):
-    """Return the operation that `handle` names; a new one if it is not known."""
+    """Return the operation that `handle` names; None if nobody holds its info."""
     cdef CheckpointCustomStorageInfo info = None
     cdef Operation operation
-    if isinstance(handle, CustomStorageArgs):
+    if PyLong_CheckExact(handle):
+        pass
+    elif isinstance(handle, CustomStorageArgs):
         info = handle.custom_storage_info
         if info is None:
             raise ValueError(
@@ -823,13 +820,29 @@ cdef Operation find_operation(
         info = handle
     if info is not None:
         c_handle[0], operation = info._ptr.info.handle, info._operation
-    elif isinstance(handle, bool):
+    elif type(handle) is bool:
         raise TypeError("handle must be an integer or an info, not bool")
     else:
         c_handle[0], operation = as_address(handle, "handle"), None
     if c_handle[0] == NULL:
         raise ValueError("handle is null: it names no operation")
-    return operation or known_operation(<size_t> c_handle[0]) or Operation()
+    return known_operation(<size_t> c_handle[0]) if operation is None else operation
+
+
+cdef object complete_known(
+        Operation operation, CUcheckpointOperationHandle handle):
+    cdef CUresult result
+    cdef bint ended = begin_completion(operation)
+    cdef bint completed = False
+    try:
+        with nogil:
+            result = cuCheckpointOperationComplete(handle)
+        ended = True
+        check(result, "cuCheckpointOperationComplete")
+        completed = True
+        forget_operation(<size_t> handle, operation)
+    finally:
+        end_completion(operation, ended, completed)
 
 
 cdef bint begin_completion(Operation operation) except -1:

@@ -213,9 +213,8 @@ cdef class Struct:
         return <size_t> self._ptr
 
     def __eq__(self, other):
-        if not isinstance(other, Struct) or not (
-                PyType_IsSubtype(type(other), type(self))
-                or PyType_IsSubtype(type(self), type(other))):
+        if type(other) is not type(self) and not (
+                isinstance(other, Struct) and are_kin(type(self), type(other))):
             return NotImplemented
         cdef Struct that = other
         return (memcmp(self._ptr, that._ptr, self._size()) == 0
@@ -803,7 +802,7 @@ def _rebuild(cls, content, pairs, custom_storage):
     return self
 
 
-cdef Struct new(cls):
+cdef Struct new(type cls):
     """Make an object to be filled; a subclass may have a `__new__` of its own."""
     cdef Struct made = cls.__new__(cls)
     if type(made) is not cls or Py_REFCNT(made) != 1:
@@ -819,6 +818,10 @@ cdef int check_class(cls) except -1:
             f"{cls.__name__} is no struct class: it must have one of them as its "
             f"base, not {len(kinds)}")
     return 0
+
+
+cdef bint are_kin(type one, type other) noexcept:
+    return PyType_IsSubtype(one, other) or PyType_IsSubtype(other, one)
 
 
 cdef inline int require_writable(Struct self) except -1:
@@ -996,8 +999,10 @@ cdef bytes pack_pairs(object pairs):
 
 
 cdef bytes pack_pair(object pair):
+    if isinstance(pair, CheckpointGpuPair):
+        return raw_bytes(pair)
     for old, new in (("old_uuid", "new_uuid"), ("oldUuid", "newUuid")):
-        if hasattr(pair, old):  # a pair of cuckpt, of v2, of v1
+        if hasattr(pair, old):  # a pair of v2, of v1
             pair = getattr(pair, old), getattr(pair, new)
             break
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -1039,6 +1044,8 @@ cdef Operation operation(size_t handle, Operation new=None):
 
 
 cdef Operation known_operation(size_t handle):
+    if not operations:  # a call by handle makes no object then
+        return None
     with cython.critical_section(operations_guard):
         return referent(operations.get(handle))
 
@@ -1054,9 +1061,15 @@ cdef inline Operation referent(object reference):
 
 
 cdef object dtype(str name):
-    import numpy
+    made = dtypes.get(name)
+    if made is None:
+        import numpy
 
-    return numpy.dtype(_DTYPES[name])
+        made = dtypes[name] = numpy.dtype(_DTYPES[name])
+    return made
+
+
+cdef dict dtypes = {}
 
 
 # Named and laid out as in cuda.bindings, with its padding fields.

@@ -2,7 +2,8 @@
 
 Calls libcuda directly, so that it needs nothing but a driver and a GPU, or the
 simulated ones. The demo and the tests start it. The commands: ``start`` first,
-``fill BYTES``, ``check``, ``spin MILLISECONDS``, ``wait``, ``manage``.
+``fill BYTES``, ``check``, ``take BYTES``, ``spin MILLISECONDS``, ``wait``,
+``manage``.
 """
 
 import ctypes
@@ -70,6 +71,13 @@ def check() -> str:
     return _describe(content.raw)
 
 
+def take(size: str) -> str:
+    """Allocate GPU memory and leave it as it is: faster than to fill it."""
+    taken = ctypes.c_uint64()
+    _call("cuMemAlloc_v2", ctypes.byref(taken), ctypes.c_size_t(int(size)))
+    return "taken"
+
+
 def manage() -> str:
     """Allocate managed memory."""
     managed = ctypes.c_uint64()
@@ -113,7 +121,7 @@ def _describe(content: bytes) -> str:
     return f"{memory.value:#x} {hashlib.sha256(content).hexdigest()}"
 
 
-_COMMANDS = {f.__name__: f for f in (start, fill, check, manage, spin, wait)}
+_COMMANDS = {f.__name__: f for f in (start, fill, check, take, manage, spin, wait)}
 
 if __name__ == "__main__":
     main()

@@ -82,7 +82,7 @@ def build_null_driver(folder):
             os.environ.get("CC", "cc"),
             *("-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"),
             "-Wl,-soname,libcuda.so.1",
-            *("-o", library, ROOT / "benchmarks/null_driver.c"),
+            *("-o", library, ROOT / "benchmarks/native/null_driver.c"),
         ],
         check=True,
     )

@@ -1,0 +1,1 @@
+"""What is compiled for the benchmarks, and how."""
