@@ -58,22 +58,23 @@ def measure(case, rounds, round_s):
 
     Returns
     -------
-    loops : int
+    loops : dict
+        How many times a round did it, for each rival.
     values : dict
         A list for each rival; what stands at one index was measured at one time.
     """
     rivals = list(case.rivals.items())
-    loops = case.loops or _loops(case, round_s)
+    loops = {name: case.loops or _loops(rival, round_s) for name, rival in rivals}
     values = {name: [] for name, _ in rivals}
     for turn in range(case.rounds or rounds):
         start = turn % len(rivals)  # so that none is always the first
         for name, rival in rivals[start:] + rivals[:start]:
-            values[name].append(rival(loops) / loops)
+            values[name].append(rival(loops[name]) / loops[name])
     return loops, values
 
 
-def _loops(case, round_s):
+def _loops(rival, round_s):
     loops = 1
-    while (taken := max(rival(loops) for rival in case.rivals.values())) < round_s:
+    while (taken := rival(loops)) < round_s:
         loops = max(2 * loops, int(loops * round_s / max(taken, 1e-9)))
     return loops

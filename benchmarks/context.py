@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+from pathlib import Path
 
 from native import build
 
@@ -53,6 +54,12 @@ class Context:
             yield
         finally:
             slot.value = None
+
+
+def environment():
+    """Return the environment for a process that imports these modules, by -P."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def compile_all(folder):

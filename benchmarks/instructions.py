@@ -10,7 +10,6 @@ machine changes nothing.
 
 import argparse
 import ctypes
-import os
 import re
 import shutil
 import subprocess
@@ -76,8 +75,7 @@ def count_all(folder):
     command = ["valgrind", "-q", "--tool=callgrind", "--cache-sim=no"]
     command += [f"--callgrind-out-file={folder}/counted"]
     command += [sys.executable, "-P", __file__, "--worker", folder]
-    variables = {"PYTHONPATH": str(Path(__file__).parent), "PYTHONHASHSEED": "0"}
-    subprocess.check_call(command, env={**os.environ, **variables})
+    subprocess.check_call(command, env=context.environment() | {"PYTHONHASHSEED": "0"})
     found = {}
     for file in folder.glob("counted.*"):
         text = file.read_text(errors="replace")

@@ -10,7 +10,6 @@ in one process. Without --gpu all rivals run over a driver that does nothing.
 import argparse
 import fnmatch
 import importlib.metadata
-import os
 import subprocess
 import sys
 import tempfile
@@ -80,7 +79,7 @@ def in_processes(options):
         command = [sys.executable, "-P", __file__, "--worker", "--only", options.only]
         command += ["--folder", options.folder, "--output", output]
         command += ["--quick"] * options.quick + ["--gpu"] * options.gpu
-        subprocess.check_call(command, env=environment())
+        subprocess.check_call(command, env=context.environment())
         part = pyperf.BenchmarkSuite.load(str(output))
         if suite is None:
             suite = part
@@ -93,11 +92,6 @@ def progress(what):
     """Tell what is done now, on a line of its own that the next one replaces."""
     end = "\r" if sys.stderr.isatty() else "\n"
     print(f"{what:60}", end=end, file=sys.stderr, flush=True)
-
-
-def environment():
-    """Return the environment for a process that finds this folder's modules."""
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
 
 
 def worker(options):
@@ -139,7 +133,7 @@ def measured(case, rounds, round_s, facts):
             "case": case.name,
             "rival": rival,
             "unit": case.unit,
-            "loops": loops,
+            "loops": loops[rival],
             "chart": int(case.chart),
         }
         if rival in case.limits:

@@ -40,11 +40,11 @@ def floor(folder):
 
 def cython_calls(folder):
     """Return the path of the Cython module, built with NVIDIA's cuda.h."""
-    (nvidia,) = importlib.util.find_spec("nvidia.cu13").submodule_search_locations
+    nvidia = importlib.util.find_spec("nvidia.cu13").submodule_search_locations
     extension = Extension(
         "cython_calls",
         [str(HERE / "cython_calls.pyx")],
-        include_dirs=[f"{nvidia}/include"],
+        include_dirs=[f"{folder}/include" for folder in nvidia],
     )
     options = {"language_level": 3, "quiet": True, "build_dir": str(folder)}
     return _build(folder, *cythonize([extension], **options))
