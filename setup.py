@@ -44,8 +44,6 @@ setup(
                 Extension(
                     f"cuckpt.{name}",
                     [f"cuckpt/{name}.pyx"],
-                    # else GCC clears each new object by rep stos: slow to start
-                    extra_compile_args=["-fno-builtin-memset"],
                     libraries=["dl"],
                 )
                 for name in ("_driver", "structs", "driver")

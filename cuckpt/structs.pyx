@@ -26,7 +26,9 @@ from cpython.bytes cimport (
     PyBytes_FromStringAndSize,
     PyBytes_GET_SIZE,
 )
+from cpython.dict cimport PyDict_Next
 from cpython.number cimport PyIndex_Check
+from cpython.object cimport PyObject
 from cpython.weakref cimport PyWeakref_NewRef
 from libc.stdint cimport UINT32_MAX
 from libc.string cimport memcmp, memcpy, memmove
@@ -40,6 +42,24 @@ cdef extern from "Python.h":
     """
     #define cuckpt_is_heap_type(cls) \
         PyType_HasFeature((PyTypeObject *) (cls), Py_TPFLAGS_HEAPTYPE)
+
+    /* Clear a new object word by word. For its size compilers choose rep stos, or
+       a call, and on some processors both cost more than all the rest. */
+    static inline void *cuckpt_clear(void *memory, size_t size)
+    {
+        const long long zero = 0;
+
+        #pragma GCC unroll 32
+        for (size_t i = 0; i < size; i += sizeof zero) {
+            __builtin_memcpy((char *) memory + i, &zero, sizeof zero);
+            __asm__("" : : : "memory"); /* or it would become a memset again */
+        }
+        return memory;
+    }
+    #define memset(memory, byte, size)                                       \
+        (__builtin_constant_p(size) && (byte) == 0 && (size) % 8 == 0        \
+             ? cuckpt_clear((memory), (size))                                \
+             : (memset)((memory), (byte), (size)))
     """
     bint is_heap_type "cuckpt_is_heap_type" (object cls)
     bint PyType_IsSubtype(type cls, type base)
@@ -73,7 +93,9 @@ cdef class Keeper:
 
 # Whoever reads or changes what an args object owns, and where its struct points, is
 # in the critical section of that object: else a thread could free the pairs that
-# another has just found. Of two objects never both at once.
+# another has just found. With a GIL such a section is nothing but a promise, which
+# a garbage collection breaks, since it runs code of others: so no object that the
+# collector knows is made between the steps that belong together.
 cdef class Pointees:
     """What an args object owns beside its struct."""
 
@@ -595,8 +617,8 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
         return own.pairs
 
     cdef tuple _content(self):
-        raw, _, custom_storage = CustomStorageArgs._content(self)
         cdef bytes pairs = self._pairs_at(self._ptr.restore.gpuPairs)
+        raw, _, custom_storage = CustomStorageArgs._content(self)
         return raw if pairs is None else without(raw, 0), pairs, custom_storage
 
     cdef bint _has_bare_address(self) noexcept:
@@ -919,8 +941,11 @@ cdef CheckpointCustomStorageInfo copied_info(
 
 
 cdef Pointees pointees(Struct self):
+    cdef Pointees made
     if self._pointees is None:
-        self._pointees = Pointees()
+        made = Pointees()
+        if self._pointees is None:
+            self._pointees = made
     return self._pointees
 
 
@@ -1033,14 +1058,28 @@ cdef object operations_guard = object()
 
 cdef Operation operation(size_t handle, Operation new=None):
     """Return the operation that a handle names: from now on `new`, if given."""
-    cdef Operation known
+    cdef Operation known = None
+    cdef Operation made = Operation() if new is None else new
+    cdef object reference = PyWeakref_NewRef(made, None)
     with cython.critical_section(operations_guard):
-        known = new or referent(operations.get(handle)) or Operation()
-        for old, reference in list(operations.items()):
-            if referent(reference) is None:
-                operations.pop(old, None)
-        operations[handle] = PyWeakref_NewRef(known, None)
+        forget_dead_operations()
+        if new is None:
+            known = referent(operations.get(handle))
+        if known is None:
+            known = made
+            operations[handle] = reference
     return known
+
+
+cdef int forget_dead_operations() except -1:
+    cdef PyObject *handle = NULL
+    cdef PyObject *reference = NULL
+    cdef Py_ssize_t place = 0
+    while PyDict_Next(operations, &place, &handle, &reference):
+        if referent(<object> reference) is None:
+            del operations[<object> handle]
+            place = 0
+    return 0
 
 
 cdef Operation known_operation(size_t handle):

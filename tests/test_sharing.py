@@ -6,6 +6,7 @@ strict where no GIL makes them take turns.
 
 import copy
 import ctypes
+import gc
 import itertools
 import pickle
 import struct
@@ -28,13 +29,27 @@ THREADS = 6
 SECONDS = 0.3
 
 
+HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+def let_others_run(phase, info):
+    time.sleep(0)
+
+
 @pytest.fixture(autouse=True)
 def many_switches():
-    """With a GIL, let threads take turns as often as may be."""
-    before = sys.getswitchinterval()
+    """With a GIL, let threads take turns often, and in each garbage collection."""
+    if not HAS_GIL:
+        yield
+        return
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
+    gc.set_threshold(50)
+    gc.callbacks.append(let_others_run)
     yield
-    sys.setswitchinterval(before)
+    gc.callbacks.remove(let_others_run)
+    gc.set_threshold(*threshold)
+    sys.setswitchinterval(interval)
 
 
 def at_once(*functions):
