@@ -9,7 +9,6 @@ Which function: what cuGetProcAddress returns for the version in which the
 function appeared. A driver that lacks it fails that function alone.
 """
 
-cimport cython
 from libc.stdlib cimport getenv
 
 from cuckpt.errors import (
@@ -108,10 +107,29 @@ ctypedef CUresult (*GetProcAddress)(
     const char *symbol, void **function, int version, uint64_t flags,
     int *status) noexcept nogil
 
-# Written once, under the lock, and read after it has been taken.
-cdef void *library = NULL
-cdef GetProcAddress get_proc_address = NULL
-cdef cython.pymutex loading
+cdef extern from *:
+    """
+    static void *cuckpt_library;
+
+    static void *cuckpt_published(void)
+    {
+        return __atomic_load_n(&cuckpt_library, __ATOMIC_ACQUIRE);
+    }
+
+    /* Return what is in use from now on: this library, or an earlier one. */
+    static void *cuckpt_publish(void *library)
+    {
+        void *earlier = NULL;
+
+        if (__atomic_compare_exchange_n(&cuckpt_library, &earlier, library, 0,
+                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            return library;
+        dlclose(library);
+        return earlier;
+    }
+    """
+    void *published "cuckpt_published" () noexcept
+    void *publish "cuckpt_publish" (void *library) noexcept
 
 
 cdef CUresult cuInit(unsigned int Flags) except ?CUDA_ERROR_NOT_FOUND nogil:
@@ -207,7 +225,9 @@ cdef bint has_function(const char *name, int version) except -1:
 cdef void *look_up(const char *name, int version) except? NULL:
     cdef void *found = NULL
     cdef int status = 0
-    open_library()
+    cdef void *library = the_library()
+    cdef GetProcAddress get_proc_address = <GetProcAddress> dlsym(
+        library, "cuGetProcAddress_v2")
     if get_proc_address == NULL:  # a driver older than CUDA 12.0
         return dlsym(library, name)
     if get_proc_address(name, &found, version, 0, &status) != CUDA_SUCCESS:
@@ -215,20 +235,15 @@ cdef void *look_up(const char *name, int version) except? NULL:
     return found
 
 
-# The lock lets one thread load the driver while others wait: without it two could,
-# where there is no GIL. Nothing that runs Python code happens under it.
-cdef int open_library() except -1:
-    cdef bytes path = chosen_path()
-    cdef bytes failure = None
-    with loading:
-        if library == NULL:
-            failure = load_library(path)
-    if failure is not None:
-        raise catchable(DynamicLibNotFoundError)(
-            load_failure(path.decode(errors="replace"),
-                         failure.decode(errors="replace"))
-        )
-    return 0
+# Without a lock, which a forked child could inherit from a thread that it does not
+# have: several threads may load the driver at once, and the first decides which.
+cdef void *the_library() except NULL:
+    cdef void *library = published()
+    cdef bytes path
+    if library == NULL:
+        path = chosen_path()
+        library = publish(loaded(path))
+    return library
 
 
 cdef bytes chosen_path():
@@ -239,18 +254,21 @@ cdef bytes chosen_path():
     return path
 
 
-cdef bytes load_library(bytes path):
-    """Load the driver; return why it cannot be, or None."""
-    global library, get_proc_address
-    cdef void *handle = dlopen(path or b"libcuda.so.1", RTLD_NOW)
-    if handle == NULL:
-        return dlerror()
-    if dlsym(handle, "cuInit") == NULL:
-        dlclose(handle)
-        return (path or b"libcuda.so.1") + b" is not a CUDA driver: it has no cuInit"
-    get_proc_address = <GetProcAddress> dlsym(handle, "cuGetProcAddress_v2")
-    library = handle
-    return None
+cdef void *loaded(bytes path) except NULL:
+    cdef void *library = dlopen(path or b"libcuda.so.1", RTLD_NOW)
+    if library == NULL:
+        raise_load_failure(path, dlerror())
+    elif dlsym(library, "cuInit") == NULL:
+        dlclose(library)
+        raise_load_failure(
+            path, (path or b"libcuda.so.1")
+            + b" is not a CUDA driver: it has no cuInit")
+    return library
+
+
+cdef int raise_load_failure(bytes path, bytes reason) except -1:
+    raise catchable(DynamicLibNotFoundError)(
+        load_failure(path.decode(errors="replace"), reason.decode(errors="replace")))
 
 
 cdef str load_failure(str path, str reason):
@@ -265,15 +283,14 @@ cdef str load_failure(str path, str reason):
 
 cdef str path_of_library():
     """Return the file that the driver was loaded from; loads it if need be."""
-    open_library()
     cdef link_map *where = NULL
-    if dlinfo(library, RTLD_DI_LINKMAP, &where) != 0 or where == NULL:
+    if dlinfo(the_library(), RTLD_DI_LINKMAP, &where) != 0 or where == NULL:
         return "libcuda.so.1"
     return where.l_name.decode(errors="surrogateescape")
 
 
 cdef str driver_version():
-    cdef void *found = dlsym(library, "cuDriverGetVersion")
+    cdef void *found = dlsym(the_library(), "cuDriverGetVersion")
     cdef int version = 0
     if found == NULL or (<CUresult (*)(int *) noexcept nogil> found)(
             &version) != CUDA_SUCCESS:

@@ -223,18 +223,25 @@ def driver_error(status, call=None, pid=None):
         Of the code's own subclass; also an instance of the class of the same
         name in ``cuda.bindings._v2.driver`` when that module is loaded.
     """
-    peer = sys.modules.get(DriverError._peer_module)
-    cls = _RAISED.get((status, peer))
-    if cls is None:
-        cls = catchable(_CLASSES.get(status, DriverError))
-        if status in _CLASSES:
-            _RAISED[status, peer] = cls
+    name, peer, cls = _RAISED.get(status) or ("", _NOT_YET, DriverError)
+    if getattr(sys.modules.get(DriverError._peer_module), name, None) is not peer:
+        cls = _find_raised(status)
     # What __init__ does, without the time that a call of it takes.
     error = cls.__new__(cls, _TEXTS.get(status) or _text(status))
     error.status = status
     error.call = call
     error.pid = pid
     return error
+
+
+def _find_raised(status):
+    cls = _CLASSES.get(status)
+    if cls is None:
+        return catchable(DriverError)
+    raised = catchable(cls)
+    peer = raised.__bases__[1] if raised is not cls else None
+    _RAISED[status] = cls.__name__, peer, raised
+    return raised
 
 
 def catchable(cls):
@@ -280,7 +287,8 @@ def _class_name(result_name):
 
 _TEXTS = {code: f"{name} ({code})" for name, code in _RESULTS.items()}
 _COMBINED = {}  # the class to raise, by the two classes that it stands for
-_RAISED = {}  # the same by result and peer module, to be found at once
+_RAISED = {}  # the last one of each result, with the name and class of the peer
+_NOT_YET = object()
 _CLASSES = {
     code: type(
         _class_name(name),

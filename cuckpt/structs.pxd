@@ -35,12 +35,13 @@ cdef class Struct:
     cdef object _owner
     cdef Pointees _pointees
     cdef bint _readonly
+    cdef unsigned int _serial
 
     cdef Py_ssize_t _size(self) noexcept
-    cdef int _read_pointers(self, bint is_answer) except -1
+    cdef int _read_pointers(self) except -1
     cdef void _follow(self, Struct source) noexcept
     cdef tuple _content(self)
-    cdef bint _has_bare_address(self) noexcept
+    cdef bint _has_bare_address(self, AnyStruct *content) noexcept
 
 
 # Keeps the memory of a view alive: a struct, or the export of a buffer.
@@ -74,10 +75,11 @@ cdef class CheckpointUnlockArgs(Struct):
 
 
 # Arguments of the two calls that can hand out custom storage. When the field
-# customStorageInfo_out, at `_out()`, holds the address of `_pointees.cell`, the
+# customStorageInfo_out, at `_out`, holds the address of `_pointees.cell`, the
 # object keeps the driver's answer.
 cdef class CustomStorageArgs(Struct):
-    cdef CUcheckpointCustomStorageInfo ***_out(self) noexcept
+    cdef CUcheckpointCustomStorageInfo ***_out(self, AnyStruct *args) noexcept
+    cdef bytes _take_pairs(self, AnyStruct *args)
     cdef Pointees _asker(self, void *out)
     cdef bint _is_cell(self, void *out) noexcept
 
@@ -107,7 +109,7 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
     cdef Operation _operation
 
 
-cdef CheckpointCustomStorageInfo keep_answer(
-    Pointees asker, CUcheckpointCustomStorageInfo *answer)
+cdef int keep_answer(
+    Pointees asker, CUcheckpointCustomStorageInfo *answer) except -1
 cdef Operation known_operation(size_t handle)
 cdef void forget_operation(size_t handle, Operation operation)

@@ -43,6 +43,13 @@ cdef extern from "Python.h":
     #define cuckpt_is_heap_type(cls) \
         PyType_HasFeature((PyTypeObject *) (cls), Py_TPFLAGS_HEAPTYPE)
 
+    /* Numbers the objects of subclasses: what __new__ returned is new if its
+       number is. */
+    static unsigned int cuckpt_serial;
+    #define cuckpt_next_serial() \
+        __atomic_add_fetch(&cuckpt_serial, 1, __ATOMIC_RELAXED)
+    #define cuckpt_serial_now() __atomic_load_n(&cuckpt_serial, __ATOMIC_RELAXED)
+
     /* Clear a new object word by word. For its size compilers choose rep stos, or
        a call, and on some processors both cost more than all the rest. */
     static inline void *cuckpt_clear(void *memory, size_t size)
@@ -62,8 +69,9 @@ cdef extern from "Python.h":
              : (memset)((memory), (byte), (size)))
     """
     bint is_heap_type "cuckpt_is_heap_type" (object cls)
+    unsigned int next_serial "cuckpt_next_serial" ()
+    unsigned int serial "cuckpt_serial_now" ()
     bint PyType_IsSubtype(type cls, type base)
-    Py_ssize_t Py_REFCNT(object instance)
 
 
 __all__ = [
@@ -120,6 +128,7 @@ cdef class Struct:
         if (type(self) is Struct or type(self) is CustomStorageArgs
                 or is_heap_type(type(self))):
             check_class(type(self))
+            self._serial = next_serial()
 
     @classmethod
     def from_ptr(cls, ptr, readonly=False, owner=None):
@@ -156,7 +165,7 @@ cdef class Struct:
         else:
             view_memory(self, address, owner)
         self._readonly = readonly
-        self._read_pointers(False)
+        self._read_pointers()
         return self
 
     @classmethod
@@ -259,10 +268,8 @@ cdef class Struct:
         return self.__copy__()
 
     def __reduce__(self):
-        cdef tuple found
-        with cython.critical_section(self):
-            found = None if self._has_bare_address() else self._content()
-        if found is None:
+        cdef tuple found = content(self)
+        if self._has_bare_address(<AnyStruct *> PyBytes_AS_STRING(found[0])):
             raise TypeError(
                 f"cannot pickle a {type(self).__name__} that holds an address: "
                 "it means nothing in another process")
@@ -272,18 +279,16 @@ cdef class Struct:
     cdef Py_ssize_t _size(self) noexcept:
         return 0
 
-    cdef int _read_pointers(self, bint is_answer) except -1:
-        """Copy what the struct points to, which was at a trusted address.
-
-        `is_answer`: it is what the driver answered just now.
-        """
+    cdef int _read_pointers(self) except -1:
+        """Copy what the struct points to, which was at a trusted address."""
         return 0
 
     cdef tuple _content(self):
         """Return the content, owned addresses replaced by what they own."""
         return raw_bytes(self), None, False
 
-    cdef bint _has_bare_address(self) noexcept:
+    cdef bint _has_bare_address(self, AnyStruct *content) noexcept:
+        """Tell whether this is the content of one that holds what it does not own."""
         return False
 
     cdef void _follow(self, Struct source) noexcept:
@@ -454,23 +459,23 @@ cdef class CustomStorageArgs(Struct):
         object, read this before the operation is completed: the driver's
         memory is copied at the first look.
         """
-        cdef Pointees asker = self._asker(self._out()[0])
+        cdef Pointees asker = self._asker(self._out(self._ptr)[0])
         return None if asker is None else known_answer(asker)
 
     @property
     def custom_storage_info_out(self):
         """Where the driver puts the address of its answer (int); 0 is none."""
-        return <size_t> self._out()[0]
+        return <size_t> self._out(self._ptr)[0]
 
     @custom_storage_info_out.setter
     def custom_storage_info_out(self, address):
         require_writable(self)
-        self._out()[0] = <CUcheckpointCustomStorageInfo **> as_address(
+        self._out(self._ptr)[0] = <CUcheckpointCustomStorageInfo **> as_address(
             address, "custom_storage_info_out")
 
-    cdef CUcheckpointCustomStorageInfo ***_out(self) noexcept:
+    cdef CUcheckpointCustomStorageInfo ***_out(self, AnyStruct *args) noexcept:
         """Return the address of the field customStorageInfo_out."""
-        return &self._ptr.checkpoint.customStorageInfo_out
+        return &args.checkpoint.customStorageInfo_out
 
     @cython.critical_section
     cdef Pointees _asker(self, void *out):
@@ -482,12 +487,21 @@ cdef class CustomStorageArgs(Struct):
 
     cdef tuple _content(self):
         cdef bytes raw = raw_bytes(self)
-        if not self._is_cell(self._out()[0]):
-            return raw, None, False
-        return without(raw, <char *> self._out() - <char *> self._ptr), None, True
+        # The addresses are those of this copy: the object's may change meanwhile.
+        cdef AnyStruct *copied = <AnyStruct *> PyBytes_AS_STRING(raw)
+        cdef bytes pairs = self._take_pairs(copied)
+        cdef CUcheckpointCustomStorageInfo ***out = self._out(copied)
+        cdef bint custom_storage = self._is_cell(out[0])
+        if custom_storage:
+            out[0] = NULL
+        return raw, pairs, custom_storage
 
-    cdef bint _has_bare_address(self) noexcept:
-        return self._out()[0] != NULL and not self._is_cell(self._out()[0])
+    cdef bytes _take_pairs(self, AnyStruct *args):
+        """Return the pairs, if this object owns those of `args`, and unset them."""
+        return None
+
+    cdef bint _has_bare_address(self, AnyStruct *content) noexcept:
+        return self._out(content)[0] != NULL
 
 
 cdef class CheckpointCheckpointArgs(CustomStorageArgs):
@@ -605,8 +619,8 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
     cdef Py_ssize_t _size(self) noexcept:
         return sizeof(CUcheckpointRestoreArgs)
 
-    cdef CUcheckpointCustomStorageInfo ***_out(self) noexcept:
-        return &self._ptr.restore.customStorageInfo_out
+    cdef CUcheckpointCustomStorageInfo ***_out(self, AnyStruct *args) noexcept:
+        return &args.restore.customStorageInfo_out
 
     cdef bytes _pairs_at(self, void *address):
         """Return the pairs, if this object owns them and they are there, or None."""
@@ -616,15 +630,15 @@ cdef class CheckpointRestoreArgs(CustomStorageArgs):
             return None
         return own.pairs
 
-    cdef tuple _content(self):
-        cdef bytes pairs = self._pairs_at(self._ptr.restore.gpuPairs)
-        raw, _, custom_storage = CustomStorageArgs._content(self)
-        return raw if pairs is None else without(raw, 0), pairs, custom_storage
+    cdef bytes _take_pairs(self, AnyStruct *args):
+        cdef bytes pairs = self._pairs_at(args.restore.gpuPairs)
+        if pairs is not None:
+            args.restore.gpuPairs = NULL
+        return pairs
 
-    cdef bint _has_bare_address(self) noexcept:
-        cdef void *pairs = self._ptr.restore.gpuPairs
-        return CustomStorageArgs._has_bare_address(self) or (
-            pairs != NULL and self._pairs_at(pairs) is None)
+    cdef bint _has_bare_address(self, AnyStruct *content) noexcept:
+        return (content.restore.gpuPairs != NULL
+                or CustomStorageArgs._has_bare_address(self, content))
 
 
 # The driver's info struct and its array are freed when the operation ends, so
@@ -697,22 +711,16 @@ cdef class CheckpointCustomStorageInfo(Struct):
     cdef Py_ssize_t _size(self) noexcept:
         return sizeof(CUcheckpointCustomStorageInfo)
 
-    cdef int _read_pointers(self, bint is_answer) except -1:
+    cdef int _read_pointers(self) except -1:
         cdef CUcheckpointCustomStorageInfo *info = &self._ptr.info
-        # The driver may use the handle of an earlier operation again.
-        self._operation = (
-            Operation() if is_answer else operation(<size_t> info.handle))
-        if is_answer and info.deviceCount == 0:
-            self._regions = ()
-        elif info.perDeviceData != NULL:
-            self._regions = tuple([
-                region(&info.perDeviceData[i], self._operation)
-                for i in range(info.deviceCount)
-            ])
+        self._operation = operation(<size_t> info.handle)
+        if info.perDeviceData != NULL:
+            self._regions = regions(
+                info.perDeviceData, info.deviceCount, self._operation)
         return 0
 
-    cdef bint _has_bare_address(self) noexcept:
-        return self._ptr.info.handle != NULL or self._ptr.info.perDeviceData != NULL
+    cdef bint _has_bare_address(self, AnyStruct *content) noexcept:
+        return content.info.handle != NULL or content.info.perDeviceData != NULL
 
     cdef void _follow(self, Struct source) noexcept:
         self._regions = (<CheckpointCustomStorageInfo> source)._regions
@@ -786,8 +794,8 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
     cdef Py_ssize_t _size(self) noexcept:
         return sizeof(CUcheckpointCustomStoragePerDeviceData)
 
-    cdef bint _has_bare_address(self) noexcept:
-        return self._ptr.region.devPtr != 0 or self._ptr.region.stream != NULL
+    cdef bint _has_bare_address(self, AnyStruct *content) noexcept:
+        return content.region.devPtr != 0 or content.region.stream != NULL
 
     cdef void _follow(self, Struct source) noexcept:
         self._operation = (
@@ -798,7 +806,9 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
 def __getattr__(name):
     # The dtypes are made when asked for: importing cuckpt imports no NumPy.
     if name in _DTYPES:
-        return dtype(name)
+        import numpy
+
+        return numpy.dtype(_DTYPES[name])  # a new one, since it can be changed
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -826,8 +836,10 @@ def _rebuild(cls, content, pairs, custom_storage):
 
 cdef Struct new(type cls):
     """Make an object to be filled; a subclass may have a `__new__` of its own."""
+    cdef unsigned int before = serial()
     cdef Struct made = cls.__new__(cls)
-    if type(made) is not cls or Py_REFCNT(made) != 1:
+    if is_heap_type(cls) and (
+            type(made) is not cls or <int> (made._serial - before) <= 0):
         raise TypeError(f"{cls.__name__}.__new__ must return a new {cls.__name__}")
     return made
 
@@ -894,7 +906,7 @@ cdef int answer_here(CustomStorageArgs self) except -1:
             f"this {type(self).__name__} is a view and cannot own the place of "
             "the driver's answer; set custom_storage_info_out to an address")
     with cython.critical_section(self):
-        self._out()[0] = &pointees(self).cell
+        self._out(self._ptr)[0] = &pointees(self).cell
     return 0
 
 
@@ -909,34 +921,60 @@ cdef int own_pairs(CheckpointRestoreArgs self, bytes pairs) except -1:
     return 0
 
 
+# If another binding asked, the answer lies in memory that the driver frees when the
+# operation is completed. That memory is read where nobody can take `cell` away, so
+# before anybody could complete; the first of several who have read it decides.
 cdef CheckpointCustomStorageInfo known_answer(Pointees asker):
     """Return the driver's answer; if another binding asked, it is copied now."""
-    cdef CUcheckpointCustomStorageInfo *cell = asker.cell
-    if cell != NULL:
-        return keep_answer(asker, cell)
+    cdef CUcheckpointCustomStorageInfo *cell
+    cdef bytes copied = None
     with cython.critical_section(asker):
-        return asker.info
-
-
-# Two threads may copy one answer at once; the first to have done so decides.
-cdef CheckpointCustomStorageInfo keep_answer(
-        Pointees asker, CUcheckpointCustomStorageInfo *answer):
-    cdef CheckpointCustomStorageInfo info = copied_info(answer)
+        cell = asker.cell
+        if cell == NULL:
+            return asker.info
+        copied = copied_answer(cell)
+    cdef CheckpointCustomStorageInfo info = answered_info(copied)
     with cython.critical_section(asker):
-        if asker.info is None or asker.cell == answer:
+        if asker.cell == cell:
             asker.cell = NULL
             asker.info = info
-            operation(<size_t> answer.handle, info._operation)
+            operation(<size_t> info._value.info.handle, info._operation)
         return asker.info
 
 
-cdef CheckpointCustomStorageInfo copied_info(
-        CUcheckpointCustomStorageInfo *answer):
+cdef int keep_answer(
+        Pointees asker, CUcheckpointCustomStorageInfo *answer) except -1:
+    cdef CheckpointCustomStorageInfo info = answered_info(copied_answer(answer))
+    operation(<size_t> info._value.info.handle, info._operation)
+    with cython.critical_section(asker):
+        asker.info = info
+    return 0
+
+
+cdef bytes copied_answer(CUcheckpointCustomStorageInfo *answer):
+    """Return the info, and after it the array that it points to."""
+    cdef Py_ssize_t size = (
+        answer.deviceCount * sizeof(CUcheckpointCustomStoragePerDeviceData))
+    cdef bytes copied = PyBytes_FromStringAndSize(NULL, sizeof(answer[0]) + size)
+    memcpy(PyBytes_AS_STRING(copied), answer, sizeof(answer[0]))
+    if size:
+        memcpy(PyBytes_AS_STRING(copied) + sizeof(answer[0]),
+               answer.perDeviceData, size)
+    return copied
+
+
+cdef CheckpointCustomStorageInfo answered_info(bytes copied):
     cdef CheckpointCustomStorageInfo info
+    cdef char *content = PyBytes_AS_STRING(copied)
     info = CheckpointCustomStorageInfo.__new__(CheckpointCustomStorageInfo)
-    info._value.info = answer[0]
+    memcpy(&info._value, content, sizeof(CUcheckpointCustomStorageInfo))
     info._readonly = True
-    info._read_pointers(True)
+    # Not one that is known: the driver may use an earlier handle again.
+    info._operation = Operation()
+    info._regions = regions(
+        <CUcheckpointCustomStoragePerDeviceData *> (
+            content + sizeof(CUcheckpointCustomStorageInfo)),
+        info._value.info.deviceCount, info._operation)
     return info
 
 
@@ -950,11 +988,12 @@ cdef Pointees pointees(Struct self):
 
 
 cdef str custom_storage_repr(CustomStorageArgs self):
-    if self._out()[0] == NULL:
+    cdef void *out = self._out(self._ptr)[0]
+    if out == NULL:
         return ""
-    if self._asker(self._out()[0]) is not None:
+    if self._asker(out) is not None:
         return "custom_storage=True"
-    return f"custom_storage_info_out={self.custom_storage_info_out:#x}"
+    return f"custom_storage_info_out={<size_t> out:#x}"
 
 
 cdef str pairs_repr(CheckpointRestoreArgs self):
@@ -979,11 +1018,6 @@ cdef str pairs_repr(CheckpointRestoreArgs self):
 
 cdef bytes raw_bytes(Struct self):
     return PyBytes_FromStringAndSize(<char *> self._ptr, self._size())
-
-
-cdef bytes without(bytes raw, Py_ssize_t offset):
-    """Return `raw` with the address at `offset` set to zero."""
-    return raw[:offset] + bytes(sizeof(void *)) + raw[offset + sizeof(void *):]
 
 
 cdef int set_uuid(Struct self, CUuuid *target, object uuid) except -1:
@@ -1024,10 +1058,10 @@ cdef bytes pack_pairs(object pairs):
 
 
 cdef bytes pack_pair(object pair):
-    if isinstance(pair, CheckpointGpuPair):
+    if type(pair) is CheckpointGpuPair:
         return raw_bytes(pair)
     for old, new in (("old_uuid", "new_uuid"), ("oldUuid", "newUuid")):
-        if hasattr(pair, old):  # a pair of v2, of v1
+        if hasattr(pair, old):  # a pair of a subclass, of v2, of v1
             pair = getattr(pair, old), getattr(pair, new)
             break
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -1036,6 +1070,12 @@ cdef bytes pack_pair(object pair):
             f"{pair!r}")
     old, new = pair
     return bytes(CheckpointGpuPair(old, new))
+
+
+cdef tuple regions(
+        CUcheckpointCustomStoragePerDeviceData *array, Py_ssize_t count,
+        Operation operation):
+    return tuple([region(&array[i], operation) for i in range(count)])
 
 
 cdef CheckpointCustomStoragePerDeviceData region(

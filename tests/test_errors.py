@@ -4,6 +4,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -218,3 +219,15 @@ def test_errors_can_be_made_by_hand():
     error = errors.OperatingSystemError(304)
     assert str(error) == "ERROR_OPERATING_SYSTEM (304)"
     assert repr(error) == "OperatingSystemError('ERROR_OPERATING_SYSTEM (304)')"
+
+
+def test_peer_that_is_being_imported_is_found_when_it_is_ready(monkeypatch):
+    peer = types.ModuleType("cuda.bindings._v2.driver")
+    monkeypatch.setitem(sys.modules, peer.__name__, peer)
+    assert type(errors.driver_error(401)) is errors.IllegalStateError
+    for _ in range(2):  # and again when it is imported anew
+        peer.IllegalStateError = type("IllegalStateError", (Exception,), {})
+        assert isinstance(errors.driver_error(401), peer.IllegalStateError)
+        assert isinstance(errors.driver_error(401), errors.IllegalStateError)
+    monkeypatch.delitem(sys.modules, peer.__name__)
+    assert type(errors.driver_error(401)) is errors.IllegalStateError

@@ -133,6 +133,46 @@ def test_copies_have_pairs_that_belong_together():
     at_once(*[set_pairs_forever(args)] * 2, *[again_and_again(look)] * 3)
 
 
+def test_copies_own_what_they_point_to():
+    args = CheckpointRestoreArgs()
+    wrong = []
+
+    def change():
+        args.gpu_pairs = pairs_of(2)
+        args.gpu_pairs = 0
+        args.__init__(custom_storage=True)
+        args.custom_storage_info_out = 0
+
+    def look():
+        copied = copy.copy(args)
+        out = args.custom_storage_info_out
+        if out and copied.custom_storage_info_out == out:
+            wrong.append(copied)
+        pickle.dumps(copied)  # refused if it holds an address of another
+
+    at_once(again_and_again(change), *[again_and_again(look)] * 3)
+    assert wrong == []
+
+
+def test_collection_while_pairs_are_set_first_loses_none():
+    # Up to Python 3.11 one can come in any creation of an object.
+    for moment in range(1, 20):
+        args = CheckpointRestoreArgs()
+
+        def set_pairs(phase, info, args=args):
+            gc.callbacks.remove(set_pairs)
+            args.gpu_pairs = pairs_of(2)
+
+        gc.collect()
+        gc.set_threshold(gc.get_count()[0] + moment)
+        gc.callbacks.append(set_pairs)
+        args.__init__(custom_storage=True)
+        gc.set_threshold(50)
+        if set_pairs in gc.callbacks:
+            gc.callbacks.remove(set_pairs)
+        pickle.dumps(args)  # refused if it holds what it does not own
+
+
 def test_pairs_set_for_the_first_time_by_many():
     for _ in range(200):
         args = CheckpointRestoreArgs()
@@ -260,6 +300,28 @@ def test_many_who_look_first_at_an_answer_see_the_same(hook):
         answer.assert_end(infos)
 
 
+def test_answer_is_not_read_after_another_thread_has_completed(hook):
+    answers = {0x1000 + n: ForeignAnswer(0x1000 + n) for n in range(ANSWERS)}
+
+    def free(call, pid, handle):
+        ctypes.memset(answers[handle].memory, 0xEE, 16)
+        ctypes.memset(answers[handle].region, 0xEE, 24)
+        return 0
+
+    hook.answer(free)
+    all_args = [answer.args() for answer in answers.values()]
+
+    def look():
+        return [args.custom_storage_info.per_device_data[0].size for args in all_args]
+
+    def complete():
+        for args in all_args:
+            driver.checkpoint_operation_complete(args)
+
+    sizes, others, _ = at_once(look, look, complete)
+    assert set(sizes + others) == {10}
+
+
 def test_infos_made_of_one_handle_at_once_end_together(hook):
     hook.remove()
     answers = [ForeignAnswer(0x1000 + n) for n in range(ANSWERS)]
@@ -286,6 +348,16 @@ def test_one_of_many_completes_an_operation(hook):
     at_once(*[complete_all] * THREADS)
     assert storage.wrong == []
     assert len(completed) == len(all_args)
+
+
+def test_subclass_makes_objects_while_others_look_at_all_there_are():
+    class Sub(CheckpointLockArgs):
+        def __new__(cls, *args, **kwargs):
+            return super().__new__(cls)
+
+    address = CheckpointLockArgs(timeout_ms=5)
+    make = again_and_again(lambda: Sub.from_ptr(address.ptr))
+    at_once(make, make, again_and_again(gc.get_objects))
 
 
 def test_many_who_raise_first_raise_the_same_class(python):

@@ -155,6 +155,21 @@ def test_from_data_refuses_other_arrays(cls):
         cls.from_data(bytes(size_of(cls)))
 
 
+def test_dtype_that_somebody_changes_is_not_that_of_others():
+    structs.uuid_dtype.names = ("changed",)
+    assert structs.uuid_dtype.names == ("bytes",)
+    made = structs.Uuid.from_data(numpy.zeros(1, structs.uuid_dtype))
+    assert made.bytes == bytes(16)
+
+
+def test_pairs_of_a_subclass_are_what_it_says():
+    class Pair(CheckpointGpuPair):
+        old_uuid = NEW
+
+    args = CheckpointRestoreArgs(gpu_pairs=[Pair(OLD, OLD)])
+    assert ctypes.string_at(args.gpu_pairs, 32) == NEW_BYTES + OLD_BYTES
+
+
 @every_class
 def test_dtype_has_the_size_of_the_struct(cls):
     assert getattr(structs, cls._dtype_name).itemsize == size_of(cls)

@@ -201,6 +201,23 @@ print(len(done))
     assert python(program).stdout == "16\n"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_fork_while_others_load_the_driver(python):
+    program = """
+import os, threading, time
+from cuckpt import driver
+threads = [threading.Thread(target=driver.library_path) for _ in range(3)]
+for thread in threads: thread.start()
+time.sleep(0.05)
+child = os.fork()
+if child == 0:
+    driver.checkpoint_process_get_state(1)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert python(program, NULL_DRIVER_LOAD_MS="200").stdout == "7\n"
+
+
 def test_fork_keeps_the_driver(python):
     program = """
 import os

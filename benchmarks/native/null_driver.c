@@ -3,7 +3,8 @@
  * Benchmarks measure the caller over it. Tests make it answer: a call asks
  * null_driver_hook first, when that is set, and returns what the hook returns.
  * NULL_DRIVER_VERSION in the environment makes it an older driver (13050 if
- * unset), whose later functions are missing as they are in the real one.
+ * unset), whose later functions are missing as they are in the real one;
+ * NULL_DRIVER_LOAD_MS makes it slow to load.
  *
  * cc -shared -fPIC -O2 -Wl,-soname,libcuda.so.1 -o libcuda.so.1 null_driver.c
  */
@@ -20,11 +21,14 @@ typedef int (*hook)(const char *call, int pid, void *argument);
 hook null_driver_hook;
 int null_driver_version = 13050;
 
-__attribute__((constructor)) static void read_version(void)
+__attribute__((constructor)) static void load(void)
 {
     const char *version = getenv("NULL_DRIVER_VERSION");
+    const char *milliseconds = getenv("NULL_DRIVER_LOAD_MS");
     if (version)
         null_driver_version = atoi(version);
+    if (milliseconds)
+        usleep(1000 * (unsigned)atoi(milliseconds));
 }
 
 /* A hook: takes as many milliseconds as the first number it is given. */
