@@ -33,6 +33,13 @@ def pytest_addoption(parser):
         help="null: a driver that does nothing; real: tests/gpu, on what is there",
     )
 
+    parser.addoption(
+        "--calls",
+        type=int,
+        default=1_000_000,
+        help="how often each function is called while memory is watched",
+    )
+
 
 def pytest_configure(config):
     if config.getoption("driver") == "real":

@@ -20,7 +20,7 @@ python -m pip install -q --no-build-isolation --no-deps --target "$work/site" "$
 unset CFLAGS
 # The interpreter is not instrumented: the runtime library comes first, leaks of
 # the interpreter are not reported, and its allocator does not hide errors. Left
-# out: a test that compares memory use, and one that runs a compiler.
+# out: tests that compare memory use, and such as run a compiler.
 case $kind in
     *address*) runtime=libasan.so ;;
     *thread*) runtime=libtsan.so ;;
@@ -29,5 +29,6 @@ LD_PRELOAD="$(gcc -print-file-name=$runtime) $(gcc -print-file-name=libstdc++.so
 ASAN_OPTIONS=detect_leaks=0 \
 TSAN_OPTIONS=halt_on_error=1 \
 PYTHONMALLOC=malloc PYTHONPATH="$work/site" \
-    python -P -m pytest --ignore tests/test_cython.py \
-    --deselect tests/test_lifetime.py::test_nothing_leaks "$@"
+    python -P -m pytest --ignore tests/test_cython.py --ignore tests/test_examples.py \
+    --deselect tests/test_lifetime.py::test_nothing_leaks \
+    --deselect tests/test_lifetime.py::test_memory_is_the_same_after_many_calls "$@"

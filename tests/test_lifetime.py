@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import struct
 import sys
 
@@ -150,6 +151,63 @@ def test_info_outlives_the_args_and_the_drivers_memory(hook):
 def resident_kib():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4
+
+
+FUNCTIONS = {
+    "init": lambda: driver.init(0),
+    "driver_get_version": driver.driver_get_version,
+    "device_get_count": driver.device_get_count,
+    "device_get": lambda: driver.device_get(0),
+    "device_get_uuid_v2": lambda: driver.device_get_uuid_v2(0),
+    "retain": lambda: driver.device_primary_ctx_retain(0),
+    "release": lambda: driver.device_primary_ctx_release_v2(0),
+    "get_state": lambda: driver.checkpoint_process_get_state(1),
+    "get_restore_thread_id": lambda: driver.checkpoint_process_get_restore_thread_id(1),
+    "lock": lambda: driver.checkpoint_process_lock(1),
+    "lock-args": lambda: driver.checkpoint_process_lock(1, SHARED[0]),
+    "checkpoint": lambda: driver.checkpoint_process_checkpoint(1),
+    "checkpoint-args": lambda: driver.checkpoint_process_checkpoint(1, SHARED[1]),
+    "restore": lambda: driver.checkpoint_process_restore(1),
+    "restore-args": lambda: driver.checkpoint_process_restore(1, SHARED[2]),
+    "unlock": lambda: driver.checkpoint_process_unlock(1),
+    "unlock-args": lambda: driver.checkpoint_process_unlock(1, SHARED[3]),
+    "complete": lambda: driver.checkpoint_operation_complete(1),
+    "library_path": driver.library_path,
+    "has_checkpoint": driver.has_checkpoint,
+    "has_custom_storage": driver.has_custom_storage,
+}
+SHARED = (
+    structs.CheckpointLockArgs(),
+    structs.CheckpointCheckpointArgs(custom_storage=True),
+    CheckpointRestoreArgs(gpu_pairs=[(OLD, NEW)]),
+    structs.CheckpointUnlockArgs(),
+)
+CONSTRUCTORS = {
+    **{name: getattr(structs, name) for name in structs.__all__},
+    "lock-timeout": lambda: structs.CheckpointLockArgs(timeout_ms=5),
+    "pair-uuids": lambda: CheckpointGpuPair(OLD, NEW),
+    "restore-pairs": lambda: CheckpointRestoreArgs(gpu_pairs=[(OLD, NEW)]),
+    "restore-custom": lambda: CheckpointRestoreArgs(custom_storage=True),
+}
+
+
+@pytest.mark.thread_unsafe(reason="the memory is that of all threads")
+@pytest.mark.parametrize("name", [*FUNCTIONS, *CONSTRUCTORS])
+def test_memory_is_the_same_after_many_calls(hook, pytestconfig, name):
+    hook.remove()
+    call, times = FUNCTIONS.get(name), pytestconfig.getoption("calls")
+    if not call:
+        call, times = CONSTRUCTORS[name], times // 10
+
+    def repeat(times):
+        for _ in itertools.repeat(None, times):
+            call()
+        gc.collect()
+        return resident_kib()
+
+    repeat(times // 100)
+    before = repeat(times // 100)
+    assert repeat(times) - before < 128
 
 
 def test_nothing_leaks(hook):

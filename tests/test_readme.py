@@ -8,12 +8,13 @@ from cuckpt import hints
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_simulation_example_runs(python):
+def test_simulation_examples_run(python):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (example,) = [block for block in blocks if "Machine" in block]
-    printed = python(example, CUCKPT_LIBCUDA=None).stdout
+    whole, faults = [block for block in blocks if "Machine(" in block]
+    printed = python(whole, CUCKPT_LIBCUDA=None).stdout
     assert printed.startswith("started")
     assert printed.endswith("<ProcessState.LOCKED: 1>\n")
+    assert python(faults, CUCKPT_LIBCUDA=None).stdout == ""
 
 
 def test_error_example_is_the_text_of_the_error():

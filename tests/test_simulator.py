@@ -965,7 +965,7 @@ def test_file_that_claims_too_many_gpus_is_no_machine(tmp_path, python):
     file = tmp_path / "machine"
     content = bytearray(simulator.Machine()._header())
     content[12:16] = (4000).to_bytes(4, "little")
-    file.write_bytes(bytes(content) + bytes(simulator._SLOTS_BYTES))
+    file.write_bytes(bytes(content) + bytes(simulator._COUNTS_BYTES))
     text = """
 from cuckpt import driver
 try:

@@ -8,6 +8,7 @@ Every process of a machine shares its GPUs: one can checkpoint another.
 import contextlib
 import ctypes
 import fcntl
+import math
 import os
 import struct
 import uuid as uuids_of_python
@@ -25,8 +26,22 @@ DEFAULT_DRIVER_VERSION = 13050
 
 _CHUNK = 2 << 20
 _MAX_GPUS = 16
-_HEADER = struct.Struct("=8sII" + "16sQ" * _MAX_GPUS)
-_SLOTS_BYTES = 1024 * (8 + 8 * _MAX_GPUS)  # as in libcuda/simulator.h
+_MAX_FAULTS = 64
+_MAX_INT = (1 << 31) - 1
+# As in libcuda/simulator.h: what is known at the start, and what is counted.
+_HEADER = struct.Struct("=8sII" + "16sQ" * _MAX_GPUS + "Q" + "IIIIiIQ" * _MAX_FAULTS)
+_COUNTS_BYTES = 8 * 8 + 1024 * (8 + 8 * _MAX_GPUS)
+_CALLS = (
+    "get_state",
+    "get_restore_thread_id",
+    "lock",
+    "checkpoint",
+    "restore",
+    "unlock",
+    "complete",
+)
+_MOMENTS = ("before", "after")
+_VICTIMS = (None, "target", "caller")
 _NAMESPACE = uuids_of_python.UUID("63756b70-7420-7369-6d75-6c617465642e")
 
 
@@ -61,6 +76,79 @@ class Gpu:
         return uuids.to_text(self.uuid)
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What is to go wrong on a machine, and at which calls.
+
+    Parameters
+    ----------
+    call : str
+        ``get_state``, ``get_restore_thread_id``, ``lock``, ``checkpoint``,
+        ``restore``, ``unlock`` or ``complete``.
+    result : int, optional
+        What the call returns, such as ``Result.ERROR_OUT_OF_MEMORY``; what it
+        comes to by itself if left out.
+    at : int
+        The first call that it happens to. Those that reach a process are
+        counted, from 1, all of the machine together.
+    count : int
+        How many calls it happens to.
+    delay_s : float
+        How long the call takes besides, in seconds; ``math.inf`` for ever.
+    when : str
+        ``before``: a `result` is given without anything being done.
+        ``after``: it is given although the thing was done.
+    kill : str, optional
+        ``target`` or ``caller``: that process is killed.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a parameter is wrong.
+    """
+
+    call: str
+    result: int | None = None
+    at: int = 1
+    count: int = 1
+    delay_s: float = 0.0
+    when: str = "before"
+    kill: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("call", self.call, _CALLS),
+            ("when", self.when, _MOMENTS),
+            ("kill", self.kill, _VICTIMS),
+        ):
+            if value not in choices:
+                known = ", ".join(map(repr, choices))
+                raise ValueError(f"{name} must be one of {known}, not {value!r}")
+        for name, number, low in (
+            ("result", 0 if self.result is None else self.result, 0),
+            ("at", self.at, 1),
+            ("count", self.count, 1),
+        ):
+            if not isinstance(number, int):
+                raise TypeError(f"{name} must be an int, not {type(number).__name__}")
+            if not low <= number <= _MAX_INT:
+                raise ValueError(f"{name} must be {low} to {_MAX_INT}, not {number}")
+        if not self.delay_s >= 0:
+            raise ValueError(f"delay_s must be 0 or more, not {self.delay_s}")
+
+    def _fields(self) -> list[int]:
+        delay_ns = min(self.delay_s * 1e9, 2.0**63)
+        return [
+            _CALLS.index(self.call),
+            _MOMENTS.index(self.when),
+            self.at,
+            self.count,
+            -1 if self.result is None else self.result,
+            _VICTIMS.index(self.kill),
+            (1 << 64) - 1 if math.isinf(self.delay_s) else int(delay_ns),
+        ]
+
+
 class Machine:
     """A simulated machine, which exists while the context manager is open.
 
@@ -77,11 +165,14 @@ class Machine:
     driver_version : int
         1000 x major + 10 x minor, such as 13050 for CUDA 13.5. Decides which
         functions there are, and whether there is custom storage.
+    faults : sequence of Fault
+        What is to go wrong.
 
     Attributes
     ----------
     gpus : tuple of Gpu
     driver_version : int
+    faults : tuple of Fault
 
     Raises
     ------
@@ -100,6 +191,7 @@ class Machine:
         gpus: int | Sequence[Gpu] = 1,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         driver_version: int = DEFAULT_DRIVER_VERSION,
+        faults: Sequence[Fault] = (),
     ) -> None:
         for name, number in (
             ("memory_bytes", memory_bytes),
@@ -113,6 +205,11 @@ class Machine:
             raise TypeError("gpus must be a number of GPUs, or Gpu objects")
         self.gpus = tuple(gpus)
         self.driver_version = driver_version
+        self.faults = tuple(faults)
+        if not all(isinstance(fault, Fault) for fault in self.faults):
+            raise TypeError("faults must be Fault objects")
+        if len(self.faults) > _MAX_FAULTS:
+            raise ValueError(f"a machine has at most {_MAX_FAULTS} faults")
         if not 1 <= len(self.gpus) <= _MAX_GPUS:
             raise ValueError(f"a machine has 1 to {_MAX_GPUS} GPUs")
         if len({gpu.uuid for gpu in self.gpus}) != len(self.gpus):
@@ -165,7 +262,7 @@ class Machine:
         file = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 200)
         os.close(low)
         try:
-            os.truncate(file, _HEADER.size + _SLOTS_BYTES)
+            os.truncate(file, _HEADER.size + _COUNTS_BYTES)
             os.pwrite(file, self._header(), 0)
             folders = [str(LIBRARY.parent), os.environ.get("LD_LIBRARY_PATH", "")]
             yield {
@@ -201,6 +298,10 @@ class Machine:
         for gpu in self.gpus:
             fields += [gpu.uuid, gpu.memory_bytes]
         fields += [bytes(16), 0] * (_MAX_GPUS - len(self.gpus))
+        fields.append(len(self.faults))
+        for fault in self.faults:
+            fields += fault._fields()
+        fields += [0] * 7 * (_MAX_FAULTS - len(self.faults))
         return _HEADER.pack(*fields)
 
 

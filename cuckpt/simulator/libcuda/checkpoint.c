@@ -189,6 +189,14 @@ static CUresult map_regions(struct operation_handle *operation, int group,
     return SUCCESS;
 }
 
+static void keep(struct operation_handle *operation)
+{
+    pthread_mutex_lock(&lock);
+    operation->next = operations;
+    operations = operation;
+    pthread_mutex_unlock(&lock);
+}
+
 static CUresult begin(int pid, struct request *request,
                       struct custom_storage_info **info_out)
 {
@@ -219,10 +227,7 @@ static CUresult begin(int pid, struct request *request,
         drop(operation);
         return result;
     }
-    pthread_mutex_lock(&lock);
-    operation->next = operations;
-    operations = operation;
-    pthread_mutex_unlock(&lock);
+    keep(operation);
     *info_out = &operation->info;
     return SUCCESS;
 }
@@ -270,7 +275,10 @@ EXPORT CUresult cuCheckpointOperationComplete(struct operation_handle *operation
     for (unsigned i = 0; i < operation->info.device_count; i++)
         wait_for_stream(operation->regions[i].stream);
     result = ask_simply(operation->pid, COMPLETE, NULL);
-    drop(operation);
+    if (result == SUCCESS)
+        drop(operation);
+    else
+        keep(operation); /* one may try again */
     return result;
 }
 

@@ -38,7 +38,7 @@ static void open_machine(void)
     if (memory == MAP_FAILED)
         return;
     if (memcmp(memory->magic, "cuckpt 1", 8) != 0 ||
-        memory->gpu_count > MAX_GPUS) {
+        memory->gpu_count > MAX_GPUS || memory->fault_count > MAX_FAULTS) {
         munmap(memory, sizeof *memory);
         return;
     }

@@ -365,7 +365,7 @@ static CUresult unlock_process(void)
     return SUCCESS;
 }
 
-static void serve(const struct request *request, struct answer *answer)
+static void carry_out(const struct request *request, struct answer *answer)
 {
     switch (request->operation) {
     case GET_STATE:
@@ -393,6 +393,22 @@ static void serve(const struct request *request, struct answer *answer)
         answer->result = end_operation(CHECKPOINTING);
         break;
     }
+}
+
+static void serve(const struct request *request, struct answer *answer)
+{
+    const enum operation operation = request->operation;
+    const uint64_t number = count_call(operation);
+    struct ucred caller = {0};
+    socklen_t length = sizeof caller;
+
+    getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &caller, &length);
+    if (suffer_faults(operation, number, BEFORE, caller.pid, listener,
+                      &answer->result))
+        return;
+    carry_out(request, answer);
+    suffer_faults(operation, number, AFTER, caller.pid, listener,
+                  &answer->result);
 }
 
 static void serve_caller(void)

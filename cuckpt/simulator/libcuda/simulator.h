@@ -6,6 +6,7 @@
  * device.c    devices and contexts
  * stream.c    streams, events, and the one kernel there is
  * checkpoint.c  the checkpoint calls, as a caller makes them
+ * fault.c     what is to go wrong, and at which of these calls
  * symbols.c   names of results and functions
  *
  * A transition (checkpoint, restore ...) runs in the target's restore thread,
@@ -59,7 +60,20 @@ typedef struct {
 
 /* machine.c */
 
-enum { MAX_GPUS = 16, MAX_PROCESSES = 1024 };
+enum { MAX_GPUS = 16, MAX_PROCESSES = 1024, MAX_FAULTS = 64 };
+
+/* Those up to COMPLETE are calls that can fail by a fault. */
+enum operation {
+    GET_STATE,
+    GET_RESTORE_THREAD_ID,
+    LOCK,
+    CHECKPOINT,
+    RESTORE,
+    UNLOCK,
+    COMPLETE,
+    CANCEL, /* of the caller itself, which could not map what it was offered */
+    OPERATIONS,
+};
 
 /* Laid out also by cuckpt/simulator/__init__.py, up to the slots. */
 struct machine {
@@ -70,6 +84,16 @@ struct machine {
         CUuuid uuid;
         uint64_t memory_bytes;
     } gpus[MAX_GPUS];
+    uint64_t fault_count;
+    struct fault {
+        uint32_t operation;
+        uint32_t when;  /* enum moment */
+        uint32_t at, count; /* which calls, from 1 */
+        int32_t result; /* -1: what the call itself comes to */
+        uint32_t kill;  /* enum victim */
+        uint64_t delay_ns;
+    } faults[MAX_FAULTS];
+    _Atomic uint64_t calls[OPERATIONS];
     /* Whoever has called cuInit: process and restore thread, in one word. Once
      * that thread is gone, by death or exec, the slot is free. */
     struct slot {
@@ -156,23 +180,21 @@ void free_stream(CUstream stream);
 void forget_streams(void);
 CUresult wait_for_stream(CUstream stream);
 
+/* fault.c */
+
+enum moment { BEFORE, AFTER };
+enum victim { NOBODY, TARGET, CALLER };
+
+uint64_t count_call(enum operation operation);
+bool suffer_faults(enum operation operation, uint64_t number, enum moment when,
+                   int caller, int listener, CUresult *result);
+
 /* checkpoint.c */
 
 void forget_operations(void);
 void disown_operations(void);
 
 /* It speaks to process.c of the target through a socket. */
-
-enum operation {
-    GET_STATE,
-    GET_RESTORE_THREAD_ID,
-    LOCK,
-    CHECKPOINT,
-    RESTORE,
-    UNLOCK,
-    COMPLETE,
-    CANCEL, /* of the caller itself, which could not map what it was offered */
-};
 
 struct gpu_pair {
     CUuuid old_uuid, new_uuid;

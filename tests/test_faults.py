@@ -1,0 +1,227 @@
+"""Faults of a simulated machine: errors, delays and deaths at chosen calls."""
+
+import math
+import textwrap
+
+import pytest
+
+from cuckpt.errors import Result
+from cuckpt.simulator import Fault, Machine
+
+pytestmark = pytest.mark.thread_unsafe(reason="each test runs programs of its own")
+
+PRELUDE = """
+import math, os, signal, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from cuckpt import driver
+from cuckpt.simulator import Fault, Machine
+
+def start():
+    command = [sys.executable, "-P", "-m", "cuckpt.target"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    target = subprocess.Popen(command, text=True, **pipes)
+    print("start", file=target.stdin, flush=True)
+    assert target.stdout.readline() == "started\\n"
+    return target
+
+def end(*targets):
+    for target in targets:
+        target.kill()
+        target.communicate()
+
+def state(target):
+    return driver.checkpoint_process_get_state(target.pid).name
+
+def outcome(call, target):
+    start = time.monotonic()
+    try:
+        getattr(driver, f"checkpoint_process_{call}")(target.pid)
+        result = "done"
+    except driver.DriverError as error:
+        result = type(error).__name__
+    return result, time.monotonic() - start
+"""
+
+
+@pytest.fixture
+def program(python):
+    """Run a program that may use what stands in PRELUDE; return what it printed."""
+
+    def run(text, **options):
+        code = PRELUDE + textwrap.dedent(text)
+        return python(code, CUCKPT_LIBCUDA=None, **options)
+
+    return run
+
+
+def test_error_before_leaves_the_state_and_happens_as_often_as_said(program):
+    text = """
+    with Machine(faults=[Fault("checkpoint", result=2, at=2, count=2)]):
+        one, two = start(), start()
+        print(outcome("lock", one)[0], outcome("lock", two)[0])
+        print(outcome("checkpoint", one)[0])
+        print(outcome("checkpoint", two)[0], state(two))
+        print(outcome("checkpoint", two)[0], state(two))
+        print(outcome("checkpoint", two)[0], state(two))
+        end(one, two)
+    """
+    assert program(text).stdout.splitlines() == [
+        "done done",
+        "done",
+        "OutOfMemoryError LOCKED",
+        "OutOfMemoryError LOCKED",
+        "done CHECKPOINTED",
+    ]
+
+
+def test_error_after_comes_although_the_thing_was_done(program):
+    text = """
+    with Machine(faults=[Fault("restore", result=999, when="after")]):
+        target = start()
+        for call in "lock", "checkpoint", "restore":
+            print(outcome(call, target)[0], state(target))
+        end(target)
+    """
+    assert program(text).stdout.splitlines() == [
+        "done LOCKED",
+        "done CHECKPOINTED",
+        "UnknownError LOCKED",
+    ]
+
+
+def test_eight_checkpoints_with_a_delay_run_at_once(program):
+    text = """
+    with Machine(faults=[Fault("checkpoint", delay_s=0.5, count=8)]):
+        targets = [start() for _ in range(8)]
+        for target in targets:
+            outcome("lock", target)
+        begin = time.monotonic()
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(lambda t: outcome("checkpoint", t), targets))
+        took = time.monotonic() - begin
+        print(all(result == "done" and alone >= 0.5 for result, alone in results))
+        print("at once" if took < 1.5 else f"one by one: {took}")
+        print({state(target) for target in targets})
+        end(*targets)
+    """
+    assert program(text).stdout.splitlines() == ["True", "at once", "{'CHECKPOINTED'}"]
+
+
+def test_others_wait_for_a_delayed_checkpoint(program):
+    text = """
+    with Machine(faults=[Fault("checkpoint", delay_s=0.5)]):
+        target = start()
+        outcome("lock", target)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(outcome, "checkpoint", target)
+            time.sleep(0.1)
+            begin = time.monotonic()
+            print(state(target), time.monotonic() - begin > 0.3)
+        end(target)
+    """
+    assert program(text).stdout == "CHECKPOINTED True\n"
+
+
+def test_hang_lasts_until_the_target_is_killed(program):
+    text = """
+    with Machine(faults=[Fault("checkpoint", delay_s=math.inf)]):
+        target = start()
+        outcome("lock", target)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(outcome, "checkpoint", target)
+            time.sleep(0.5)
+            print(call.done())
+            end(target)
+            print(call.result()[0])
+    """
+    assert program(text).stdout == "False\nOperatingSystemError\n"
+
+
+def test_process_whose_own_call_hangs_can_leave_the_machine(program):
+    text = """
+    with Machine(faults=[Fault("lock", delay_s=math.inf)]):
+        driver.init()
+        call = [driver.checkpoint_process_lock, os.getpid()]
+        thread = threading.Thread(target=lambda: call[0](call[1]), daemon=True)
+        thread.start()
+        time.sleep(0.2)
+    print("left")
+    """
+    assert program(text).stdout == "left\n"
+
+
+@pytest.mark.parametrize(
+    ("when", "last"), [("before", "LOCKED"), ("after", "CHECKPOINTED")]
+)
+def test_target_is_killed(program, when, last):
+    text = f"""
+    with Machine(faults=[Fault("checkpoint", kill="target", when={when!r})]):
+        target = start()
+        outcome("lock", target)
+        print(outcome("checkpoint", target)[0], target.wait() == -signal.SIGKILL)
+        end(target)
+    """
+    assert program(text).stdout == "OperatingSystemError True\n"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_caller_is_killed_and_the_target_carries_on(program, when):
+    text = f"""
+    with Machine(faults=[Fault("checkpoint", kill="caller", when={when!r})]):
+        target = start()
+        outcome("lock", target)
+        call = ("import sys; from cuckpt import driver; "
+                "driver.checkpoint_process_checkpoint(int(sys.argv[1]))")
+        command = [sys.executable, "-P", "-c", call, str(target.pid)]
+        print(subprocess.run(command).returncode == -signal.SIGKILL, state(target))
+        end(target)
+    """
+    assert program(text).stdout == "True CHECKPOINTED\n"
+
+
+def test_completion_can_fail_and_be_repeated(program):
+    text = """
+    with Machine(faults=[Fault("complete", result=900)]):
+        target = start()
+        driver.init()
+        driver.device_primary_ctx_retain(0)
+        args = driver.CheckpointCheckpointArgs(custom_storage=True)
+        outcome("lock", target)
+        driver.checkpoint_process_checkpoint(target.pid, args)
+        for _ in range(2):
+            try:
+                driver.checkpoint_operation_complete(args)
+                print("done", state(target))
+            except driver.StreamCaptureUnsupportedError:
+                print("failed", state(target))
+        end(target)
+    """
+    assert program(text).stdout == "failed CHECKPOINTING\ndone CHECKPOINTED\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"call": "cuCheckpointProcessLock"}, "call must be one of"),
+        ({"when": "later"}, "when must be one of"),
+        ({"kill": "me"}, "kill must be one of"),
+        ({"at": 0}, "at must be 1"),
+        ({"count": 0}, "count must be 1"),
+        ({"result": -1}, "result must be 0"),
+        ({"delay_s": -1}, "delay_s must be 0"),
+        ({"delay_s": math.nan}, "delay_s must be 0"),
+    ],
+)
+def test_wrong_fault_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Fault(**{"call": "lock"} | wrong)
+
+
+def test_wrong_types_are_refused():
+    with pytest.raises(TypeError, match="at must be an int"):
+        Fault("lock", at=1.5)
+    with pytest.raises(TypeError, match="Fault objects"):
+        Machine(faults=["lock"])
+    with pytest.raises(ValueError, match="at most 64"):
+        Machine(faults=[Fault("lock")] * 65)
+    assert Machine(faults=[Fault("lock", Result.ERROR_UNKNOWN)]).faults[0].at == 1
