@@ -126,12 +126,13 @@ def about(suite):
 
 
 def markdown(suites):
-    """Return the tables of all suites."""
+    """Return the tables of all suites, which are given by the file of their chart."""
     parts = []
-    for suite in suites:
+    for file, suite in suites.items():
         facts = next(iter(suite)).get_metadata()
         parts.append(f"## On {facts.get('gpu', facts.get('cpu_model_name'))}\n")
         parts.append("; ".join(about(suite)) + ".\n")
+        parts.append(f"![chart]({file})\n")
         for group, rows in groups(suite).items():
             head = ["", *names(rows), *(f"x {name}" for name in bases(rows))]
             parts.append(f"### {group}\n")
@@ -227,15 +228,19 @@ def main():
         help="only fail if the page is outdated",
     )
     options = parser.parse_args()
-    suites = {file: pyperf.BenchmarkSuite.load(file) for file in options.files}
-    page = f"{INTRODUCTION}\n{markdown(suites.values())}"
+    suites = {
+        Path(file.removesuffix(".json.gz") + ".svg"): pyperf.BenchmarkSuite.load(file)
+        for file in options.files
+    }
+    shown = {f"benchmarks/{file.name}": suite for file, suite in suites.items()}
+    page = f"{INTRODUCTION}\n{markdown(shown)}"
     if options.check:
         if PAGE.read_text() != page:
             sys.exit(f"{PAGE} is not what {Path(__file__).name} makes of the figures")
         return
     PAGE.write_text(page)
     for file, suite in suites.items():
-        chart(suite, Path(file.removesuffix(".json.gz") + ".svg"))
+        chart(suite, file)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,10 @@ def main():
         suite = in_processes(options)
     file = Path(f"{options.output}.json.gz")
     suite.dump(str(file), replace=True)
-    Path(f"{options.output}.md").write_text(report.markdown([suite]))
+    drawn = Path(f"{options.output}.svg")
+    Path(f"{options.output}.md").write_text(report.markdown({drawn.name: suite}))
     print(report.text(suite))
-    report.chart(suite, Path(f"{options.output}.svg"))
+    report.chart(suite, drawn)
     print(f"\nWritten: {options.output}.json.gz, .md and .svg")
 
 
@@ -138,6 +139,7 @@ def measured(case, rounds, round_s, facts):
         }
         if rival in case.limits:
             about["limit"] = case.limits[rival]
+        taken = [float(f"{value:.5g}") for value in taken]  # more is noise
         run = pyperf.Run(taken, metadata=facts | about, collect_metadata=False)
         yield pyperf.Benchmark([run])
 
