@@ -3,6 +3,7 @@
 import ctypes
 import inspect
 import struct
+import tracemalloc
 
 import pytest
 
@@ -472,3 +473,32 @@ def test_complete_refuses_what_names_no_operation(hook):
     with pytest.raises(OverflowError):
         driver.checkpoint_operation_complete(-1)
     assert hook.calls == []
+
+
+def bytes_allocated_by(function, arguments):
+    for _ in range(3):
+        function(*arguments)
+    before, _ = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    function(*arguments)
+    return tracemalloc.get_traced_memory()[1] - before
+
+
+@pytest.mark.thread_unsafe(reason="counts what all threads allocate")
+def test_successful_calls_make_no_object_but_the_result(hook):
+    hook.remove()
+    restore_args = CheckpointRestoreArgs(gpu_pairs=[(bytes(16), bytes(16))])
+    calls = [(driver.checkpoint_operation_complete, (1,))]
+    for verb in ARGS:
+        function = getattr(driver, f"checkpoint_process_{verb}")
+        args = restore_args if verb == "restore" else ARGS[verb]()
+        calls += [(function, (1,)), (function, (1, None)), (function, (1, args))]
+    calls += [(driver.init, (0,)), (driver.checkpoint_process_get_state, (1,))]
+    tracemalloc.start()
+    try:
+        for function, arguments in calls:
+            assert bytes_allocated_by(function, arguments) == 0, function
+        # As a control: this one makes an int.
+        assert 0 < bytes_allocated_by(driver.driver_get_version, ()) < 64
+    finally:
+        tracemalloc.stop()

@@ -72,8 +72,9 @@ enum operation {
     UNLOCK,
     COMPLETE,
     CANCEL, /* of the caller itself, which could not map what it was offered */
-    OPERATIONS,
 };
+
+enum { OPERATIONS = CANCEL + 1 };
 
 /* Laid out also by cuckpt/simulator/__init__.py, up to the slots. */
 struct machine {
