@@ -513,21 +513,42 @@ def test_complete_refuses_a_handle_twice():
     assert printed == "refused\nrefused\nnot oneself\n"
 
 
-def simulated_files():
-    """Return what of a simulated machine some process still holds."""
-    held = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+@pytest.fixture
+def nothing_is_left(monkeypatch):
+    """What the test starts has ended after it.
+
+    Simulated memory and sockets are those of processes: who has none left has
+    left nothing. They are known by a variable, since others may simulate too.
+    """
+    mark = f"CUCKPT_TEST={os.getpid()}.{time.monotonic_ns()}"
+    monkeypatch.setenv(*mark.split("="))
+    yield
+    deadline = time.monotonic() + 20
+    while (left := processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+def processes_with(variable):
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if "simulated" in os.readlink(link):
-                held.add(str(link))
+            if variable.encode() in file.read_bytes().split(b"\0"):
+                found.append(file.parent.name)
         except OSError:
             pass
-    with open("/proc/net/unix") as sockets:
-        return held | {line for line in sockets if "@cuckpt/" in line}
+    return found
 
 
+def test_process_that_is_left_is_found(monkeypatch):
+    monkeypatch.setenv("CUCKPT_TEST", "control")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert processes_with("CUCKPT_TEST=control") == [str(process.pid)]
+        process.kill()
+
+
+@pytest.mark.usefixtures("nothing_is_left")
 def test_fifty_targets_suspend_and_resume_and_leave_nothing():
-    before = simulated_files()
     printed = program(
         """
         driver.init()
@@ -550,11 +571,10 @@ def test_fifty_targets_suspend_and_resume_and_leave_nothing():
         timeout=180,
     )
     assert printed == "0\nTrue\n100\n"
-    wait_until_gone(before)
 
 
+@pytest.mark.usefixtures("nothing_is_left")
 def test_killed_machine_leaves_nothing():
-    before = simulated_files()
     code = """
     targets = [Target(4 * MIB) for _ in range(3)]
     driver.checkpoint_process_lock(targets[0].pid)
@@ -563,14 +583,6 @@ def test_killed_machine_leaves_nothing():
     """
     code = PRELUDE + textwrap.dedent(code)
     assert simulate(sys.executable, "-P", "-c", code).returncode == -signal.SIGKILL
-    wait_until_gone(before)
-
-
-def wait_until_gone(before):
-    deadline = time.monotonic() + 20
-    while (left := simulated_files() - before) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == set()
 
 
 # The demo
