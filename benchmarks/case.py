@@ -26,6 +26,8 @@ class Case:
         How many times a round does it; found out if left out.
     rounds : int, optional
         How many rounds there are, whatever the run asks for.
+    round_s : float, optional
+        How long a round takes at least, in seconds, whatever the run asks for.
     chart : bool
         Whether the chart shows it.
     """
@@ -37,6 +39,7 @@ class Case:
     unit: str = "second"
     loops: int | None = None
     rounds: int | None = None
+    round_s: float | None = None
     chart: bool = False
 
 
@@ -64,6 +67,7 @@ def measure(case, rounds, round_s):
         A list for each rival; what stands at one index was measured at one time.
     """
     rivals = list(case.rivals.items())
+    round_s = case.round_s or round_s
     loops = {name: case.loops or _loops(rival, round_s) for name, rival in rivals}
     values = {name: [] for name, _ in rivals}
     for turn in range(case.rounds or rounds):

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-from pathlib import Path
 
 from native import build
 
@@ -56,12 +55,6 @@ class Context:
             slot.value = None
 
 
-def environment():
-    """Return the environment for a process that imports these modules, by -P."""
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
 def compile_all(folder):
     """Compile what a `Context` loads."""
     build.null_driver(folder)
@@ -70,9 +63,6 @@ def compile_all(folder):
 
 
 def _scope_of_ctypes(library):
-    for verb in ("Lock", "Checkpoint", "Restore", "Unlock"):
-        function = getattr(library, f"cuCheckpointProcess{verb}")
-        function.argtypes = [ctypes.c_int, ctypes.c_void_p]
     number, address = ctypes.c_int(), ctypes.c_void_p()
     return {
         "DRIVER": library,

@@ -9,6 +9,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,7 +37,10 @@ class Context:
 
         from cuckpt import driver
 
-        driver.init(0)
+        try:
+            driver.init(0)
+        except (RuntimeError, driver.DriverError) as error:
+            sys.exit(textwrap.fill(f"--gpu needs a GPU: {error}", 79))
         v2.init(0)
         self.quick = quick
         self._folder = folder

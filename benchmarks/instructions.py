@@ -10,12 +10,15 @@ machine changes nothing.
 
 import argparse
 import ctypes
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for python -P as well
 
 import calls
 import context
@@ -55,7 +58,9 @@ LIMITS = {
 
 def main():
     """Count; print a line for each call; return how many are beyond their limit."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--worker", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -75,7 +80,7 @@ def count_all(folder):
     command = ["valgrind", "-q", "--tool=callgrind", "--cache-sim=no"]
     command += [f"--callgrind-out-file={folder}/counted"]
     command += [sys.executable, "-P", __file__, "--worker", folder]
-    subprocess.check_call(command, env=context.environment() | {"PYTHONHASHSEED": "0"})
+    subprocess.check_call(command, env={**os.environ, "PYTHONHASHSEED": "0"})
     found = {}
     for file in folder.glob("counted.*"):
         text = file.read_text(errors="replace")

@@ -4,7 +4,8 @@
 
 Writes NAME.json.gz (for pyperf as well), NAME.md and NAME.svg. Times say little
 about another machine: compare the ratios, which come from rivals measured in turn
-in one process. Without --gpu all rivals run over a driver that does nothing.
+in one process, and do not trust even those while the machine has other work.
+Without --gpu all rivals run over a driver that does nothing.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for python -P as well
 
 import calls
 import context
@@ -38,13 +41,15 @@ def main():
     if options.worker:
         worker(options)
         return
+    drawn = Path(f"{options.output}.svg")
+    if not drawn.parent.is_dir():
+        sys.exit(f"--output: there is no folder {drawn.parent}")
     with tempfile.TemporaryDirectory() as folder:
         options.folder = Path(folder)
         (gpu if options.gpu else context).compile_all(options.folder)
         suite = in_processes(options)
     file = Path(f"{options.output}.json.gz")
     suite.dump(str(file), replace=True)
-    drawn = Path(f"{options.output}.svg")
     Path(f"{options.output}.md").write_text(report.markdown({drawn.name: suite}))
     print(report.text(suite))
     report.chart(suite, drawn)
@@ -52,15 +57,20 @@ def main():
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--quick", action="store_true", help="less than a minute, for a look"
+        "--quick", action="store_true", help="15 seconds, for a look; else 4 minutes"
     )
     parser.add_argument(
         "--gpu", action="store_true", help="measure the real driver: needs a GPU"
     )
     parser.add_argument(
-        "--only", default="*", metavar="PATTERN", help="cases, as in 'restore*'"
+        "--only",
+        default="*",
+        metavar="PATTERN",
+        help="cases whose whole name matches, as 'restore*'; ? shows all names",
     )
     parser.add_argument(
         "--output", default="benchmark", metavar="NAME", help="default: benchmark"
@@ -80,7 +90,8 @@ def in_processes(options):
         command = [sys.executable, "-P", __file__, "--worker", "--only", options.only]
         command += ["--folder", options.folder, "--output", output]
         command += ["--quick"] * options.quick + ["--gpu"] * options.gpu
-        subprocess.check_call(command, env=context.environment())
+        if subprocess.run(command).returncode:
+            sys.exit(1)  # it has said why
         part = pyperf.BenchmarkSuite.load(str(output))
         if suite is None:
             suite = part
@@ -102,15 +113,16 @@ def worker(options):
     else:
         place = context.Context(options.folder)
     rounds, round_s = (9, 0.002) if options.quick else (20, 0.005)
-    benchmarks = []
+    benchmarks, names = [], []
     facts = machine() | place.facts
     for module in ON_A_GPU if options.gpu else OVER_NULL_DRIVER:
         for case in module.cases(place):
+            names.append(case.name)
             if fnmatch.fnmatch(case.name, options.only):
                 progress(f"  {case.name}")
                 benchmarks += measured(case, rounds, round_s, facts)
     if not benchmarks:
-        sys.exit(f"no case matches {options.only!r}")
+        sys.exit("\n".join([f"no case matches {options.only!r}; there are", *names]))
     pyperf.BenchmarkSuite(benchmarks).dump(str(options.output), replace=True)
 
 

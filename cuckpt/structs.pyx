@@ -839,7 +839,8 @@ cdef Struct new(type cls):
     cdef unsigned int before = serial()
     cdef Struct made = cls.__new__(cls)
     if is_heap_type(cls) and (
-            type(made) is not cls or <int> (made._serial - before) <= 0):
+            type(made) is not cls or <int> (made._serial - before) <= 0
+            or made._ptr != &made._value or made._readonly):
         raise TypeError(f"{cls.__name__}.__new__ must return a new {cls.__name__}")
     return made
 

@@ -4,10 +4,11 @@
 #   tests/free_threaded.sh             builds such a Python from Debian's source
 #   tests/free_threaded.sh PYTHON      uses this one
 #
-# The build takes three minutes, wants apt and a C compiler, and changes nothing
-# outside its temporary folder but for the packages that Python is built with.
+# The build takes three minutes, and wants apt, a C compiler, and the packages that
+# Python is built with (.ci/run names them). All is done in a temporary folder.
 # cuda.bindings has no wheels for it, so the comparisons with it are left out.
 set -euo pipefail
+python=${1:+$(realpath -s "$(command -v "$1")")}
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -39,7 +40,6 @@ build_python() {
     }
 }
 
-python=${1:-}
 if [ -z "$python" ]; then
     build_python
     python=$work/python/bin/python3.13t
@@ -49,7 +49,9 @@ PATH=$work/venv/bin:$PATH
 # Only wheels: some packages have none for it in their latest version.
 pip install -q --disable-pip-version-check --only-binary :all: 'cython>=3.1' hypothesis \
     numpy 'nvidia-cuda-runtime>=13.5,<14' pytest pytest-run-parallel 'setuptools>=77'
-pip install -q --disable-pip-version-check --no-build-isolation --no-deps .
+mkdir "$work/cuckpt"
+cp -r LICENSE README.md pyproject.toml setup.py cuckpt "$work/cuckpt"
+pip install -q --disable-pip-version-check --no-build-isolation --no-deps "$work/cuckpt"
 python -P -W error -c '
 import sys, cuckpt.driver
 assert not sys._is_gil_enabled(), "a module of cuckpt turned the GIL on"

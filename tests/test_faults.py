@@ -150,18 +150,66 @@ def test_process_whose_own_call_hangs_can_leave_the_machine(program):
     assert program(text).stdout == "left\n"
 
 
-@pytest.mark.parametrize(
-    ("when", "last"), [("before", "LOCKED"), ("after", "CHECKPOINTED")]
-)
-def test_target_is_killed(program, when, last):
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_target_is_killed(program, when):
     text = f"""
     with Machine(faults=[Fault("checkpoint", kill="target", when={when!r})]):
         target = start()
         outcome("lock", target)
-        print(outcome("checkpoint", target)[0], target.wait() == -signal.SIGKILL)
+        print(outcome("checkpoint", target)[0])
+        try:
+            state(target)
+        except driver.NotInitializedError as error:
+            print("is a zombie" in str(error))
+        print(target.wait() == -signal.SIGKILL)
         end(target)
     """
-    assert program(text).stdout == "OperatingSystemError True\n"
+    assert program(text).stdout == "OperatingSystemError\nTrue\nTrue\n"
+
+
+def test_process_that_leaves_the_machine_meanwhile_answers_and_kills_nobody(program):
+    text = """
+    import types
+    machine = Machine(faults=[Fault("lock", delay_s=60, kill="caller")])
+    machine.__enter__()
+    driver.init()
+    own = types.SimpleNamespace(pid=os.getpid())
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(outcome, "lock", own) for _ in range(3)]
+        time.sleep(0.3)
+        machine.__exit__(None, None, None)
+        print(*{call.result()[0] for call in calls})
+    """
+    assert program(text).stdout == "OperatingSystemError\n"
+
+
+def test_restore_that_runs_out_of_memory_loses_the_process(program):
+    text = """
+    with Machine(faults=[Fault("restore", result=driver.Result.ERROR_OUT_OF_MEMORY)]):
+        target = start()
+        for call in "lock", "checkpoint", "restore", "restore", "unlock":
+            print(outcome(call, target)[0])
+        end(target)
+    """
+    assert program(text).stdout.split() == [
+        "done",
+        "done",
+        "OutOfMemoryError",
+        "OperatingSystemError",
+        "IllegalStateError",
+    ]
+
+
+def test_delays_add_up_and_the_last_result_counts(program):
+    text = """
+    first = Fault("lock", result=2, delay_s=0.2)
+    with Machine(faults=[first, Fault("lock", result=3, delay_s=0.2)]):
+        target = start()
+        result, took = outcome("lock", target)
+        print(result, took >= 0.4)
+        end(target)
+    """
+    assert program(text).stdout == "NotInitializedError True\n"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -199,6 +247,35 @@ def test_completion_can_fail_and_be_repeated(program):
     assert program(text).stdout == "failed CHECKPOINTING\ndone CHECKPOINTED\n"
 
 
+def test_completion_ends_its_own_operation_only(program):
+    text = """
+    with Machine(faults=[Fault("complete", result=900, when="after")]):
+        target = start()
+        driver.init()
+        driver.device_primary_ctx_retain(0)
+        save = driver.CheckpointCheckpointArgs(custom_storage=True)
+        load = driver.CheckpointRestoreArgs(custom_storage=True)
+        outcome("lock", target)
+        driver.checkpoint_process_checkpoint(target.pid, save)
+        for args in save, None, save, load:
+            try:
+                if args is None:
+                    driver.checkpoint_process_restore(target.pid, load)
+                else:
+                    driver.checkpoint_operation_complete(args)
+                print("done", state(target))
+            except driver.DriverError as error:
+                print(type(error).__name__, state(target))
+        end(target)
+    """
+    assert program(text).stdout.splitlines() == [
+        "StreamCaptureUnsupportedError CHECKPOINTED",
+        "done RESTORING",
+        "IllegalStateError RESTORING",
+        "done LOCKED",
+    ]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -209,19 +286,25 @@ def test_completion_can_fail_and_be_repeated(program):
         ({"count": 0}, "count must be 1"),
         ({"result": -1}, "result must be 0"),
         ({"delay_s": -1}, "delay_s must be 0"),
+        ({"delay_s": 10**400}, "delay_s must be 0"),
+        ({"result": None}, "needs a result, delay_s or kill"),
         ({"delay_s": math.nan}, "delay_s must be 0"),
     ],
 )
 def test_wrong_fault_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        Fault(**{"call": "lock"} | wrong)
+        Fault(**{"call": "lock", "result": 1} | wrong)
 
 
 def test_wrong_types_are_refused():
-    with pytest.raises(TypeError, match="at must be an int"):
-        Fault("lock", at=1.5)
-    with pytest.raises(TypeError, match="Fault objects"):
-        Machine(faults=["lock"])
+    for wrong in 1.5, True:
+        with pytest.raises(TypeError, match="at must be an int"):
+            Fault("lock", at=wrong)
+    with pytest.raises(TypeError, match="delay_s must be a number"):
+        Fault("lock", delay_s="1")
+    for wrong in ["lock"], Fault("lock", 1):
+        with pytest.raises(TypeError, match="Fault objects"):
+            Machine(faults=wrong)
     with pytest.raises(ValueError, match="at most 64"):
-        Machine(faults=[Fault("lock")] * 65)
+        Machine(faults=[Fault("lock", 1)] * 65)
     assert Machine(faults=[Fault("lock", Result.ERROR_UNKNOWN)]).faults[0].at == 1

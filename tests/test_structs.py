@@ -319,7 +319,19 @@ def makers_that_cheat():
             cls.made = cls.made or super().__new__(cls)
             return cls.made
 
-    return [ReturnsNone, ReturnsAnother, ReturnsTheSame]
+    class ReturnsView(CheckpointLockArgs):
+        is_nested = False
+
+        def __new__(cls):
+            if cls.is_nested:
+                return super().__new__(cls)
+            cls.is_nested = True
+            try:
+                return cls.from_buffer(bytearray(64))
+            finally:
+                cls.is_nested = False
+
+    return [ReturnsNone, ReturnsAnother, ReturnsTheSame, ReturnsView]
 
 
 @pytest.mark.parametrize("cls", makers_that_cheat(), ids=lambda cls: cls.__name__)

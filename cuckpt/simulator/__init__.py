@@ -80,26 +80,33 @@ class Gpu:
 class Fault:
     """What is to go wrong on a machine, and at which calls.
 
+    If several happen to one call, it takes all their delays, and of their results
+    the last counts. A restore that is given ERROR_OUT_OF_MEMORY before it is done
+    loses the process, as a true one does on driver 580. Others who ask about the
+    process wait meanwhile.
+
     Parameters
     ----------
     call : str
         ``get_state``, ``get_restore_thread_id``, ``lock``, ``checkpoint``,
         ``restore``, ``unlock`` or ``complete``.
     result : int, optional
-        What the call returns, such as ``Result.ERROR_OUT_OF_MEMORY``; what it
-        comes to by itself if left out.
+        What the call returns, such as ``cuckpt.driver.Result.ERROR_UNKNOWN``;
+        what it comes to by itself if left out.
     at : int
         The first call that it happens to. Those that reach a process are
         counted, from 1, all of the machine together.
     count : int
         How many calls it happens to.
     delay_s : float
-        How long the call takes besides, in seconds; ``math.inf`` for ever.
+        How long the call takes besides, in seconds, whatever its time limit;
+        ``math.inf``: until the process is killed.
     when : str
-        ``before``: a `result` is given without anything being done.
-        ``after``: it is given although the thing was done.
+        When all this happens: ``before`` the thing is done, which it is not if
+        there is a `result`, or ``after``.
     kill : str, optional
-        ``target`` or ``caller``: that process is killed.
+        ``target`` or ``caller``: that process is killed, after the delay. Without
+        the target the call returns ERROR_OPERATING_SYSTEM in any case.
 
     Raises
     ------
@@ -129,15 +136,23 @@ class Fault:
             ("at", self.at, 1),
             ("count", self.count, 1),
         ):
-            if not isinstance(number, int):
+            if not isinstance(number, int) or isinstance(number, bool):
                 raise TypeError(f"{name} must be an int, not {type(number).__name__}")
             if not low <= number <= _MAX_INT:
                 raise ValueError(f"{name} must be {low} to {_MAX_INT}, not {number}")
-        if not self.delay_s >= 0:
-            raise ValueError(f"delay_s must be 0 or more, not {self.delay_s}")
+        if not isinstance(self.delay_s, int | float):
+            raise TypeError(
+                f"delay_s must be a number, not {type(self.delay_s).__name__}"
+            )
+        if not (0 <= self.delay_s <= 1e9 or self.delay_s == math.inf):
+            raise ValueError(
+                f"delay_s must be 0 to 1e9, or math.inf, not {self.delay_s}"
+            )
+        if self.result is None and not self.delay_s and self.kill is None:
+            raise ValueError("a fault needs a result, delay_s or kill")
 
     def _fields(self) -> list[int]:
-        delay_ns = min(self.delay_s * 1e9, 2.0**63)
+        hangs = self.delay_s == math.inf
         return [
             _CALLS.index(self.call),
             _MOMENTS.index(self.when),
@@ -145,7 +160,7 @@ class Fault:
             self.count,
             -1 if self.result is None else self.result,
             _VICTIMS.index(self.kill),
-            (1 << 64) - 1 if math.isinf(self.delay_s) else int(delay_ns),
+            (1 << 64) - 1 if hangs else int(self.delay_s * 1e9),
         ]
 
 
@@ -205,6 +220,8 @@ class Machine:
             raise TypeError("gpus must be a number of GPUs, or Gpu objects")
         self.gpus = tuple(gpus)
         self.driver_version = driver_version
+        if isinstance(faults, Fault):
+            raise TypeError("faults must be a sequence of Fault objects")
         self.faults = tuple(faults)
         if not all(isinstance(fault, Fault) for fault in self.faults):
             raise TypeError("faults must be Fault objects")

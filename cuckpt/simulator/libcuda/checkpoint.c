@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 /* As in the driver API. */
@@ -54,6 +55,7 @@ struct operation_handle {
     struct custom_storage_info info;
     struct region regions[MAX_GPUS];
     struct arena *arenas[MAX_GPUS];
+    uint32_t number; /* the target's */
     struct operation_handle *next;
 };
 
@@ -94,6 +96,20 @@ static CUresult connect_to(int group, int *connection)
     return SUCCESS;
 }
 
+/* The target has closed the connection: it is about to die, unless it has left the
+ * machine. Whoever looks at it next is to find it dead. */
+static void wait_for_death(int pid)
+{
+    const struct timespec a_moment = {0, 1000000};
+    struct process_facts facts;
+
+    for (int i = 0; i < 200 && look_up_process(pid, &facts); i++) {
+        if (facts.state == 'Z' || facts.state == 'X')
+            return;
+        nanosleep(&a_moment, NULL);
+    }
+}
+
 static CUresult ask(int pid, const struct request *request, struct answer *answer)
 {
     int group, connection;
@@ -112,8 +128,10 @@ static CUresult ask(int pid, const struct request *request, struct answer *answe
         got = recv(connection, answer, sizeof *answer, 0);
     while (got < 0 && errno == EINTR);
     close(connection);
-    /* No answer: the target has died. */
-    return got == sizeof *answer ? answer->result : OPERATING_SYSTEM;
+    if (got == sizeof *answer)
+        return answer->result;
+    wait_for_death(group);
+    return OPERATING_SYSTEM;
 }
 
 static CUresult ask_simply(int pid, enum operation operation, int *value)
@@ -125,6 +143,14 @@ static CUresult ask_simply(int pid, enum operation operation, int *value)
     if (result == SUCCESS && value)
         *value = answer.value;
     return result;
+}
+
+static CUresult end(int pid, uint32_t number, enum operation how)
+{
+    struct request request = {.operation = how, .number = number};
+    struct answer answer;
+
+    return ask(pid, &request, &answer);
 }
 
 /* Custom storage */
@@ -221,12 +247,13 @@ static CUresult begin(int pid, struct request *request,
     if (result == SUCCESS) {
         result = map_regions(operation, group, &answer);
         if (result != SUCCESS)
-            ask_simply(group, CANCEL, NULL);
+            end(group, answer.number, CANCEL);
     }
     if (result != SUCCESS) {
         drop(operation);
         return result;
     }
+    operation->number = answer.number;
     keep(operation);
     *info_out = &operation->info;
     return SUCCESS;
@@ -274,11 +301,12 @@ EXPORT CUresult cuCheckpointOperationComplete(struct operation_handle *operation
         return INVALID_VALUE;
     for (unsigned i = 0; i < operation->info.device_count; i++)
         wait_for_stream(operation->regions[i].stream);
-    result = ask_simply(operation->pid, COMPLETE, NULL);
-    if (result == SUCCESS)
+    result = end(operation->pid, operation->number, COMPLETE);
+    /* After other errors one may try again. */
+    if (result == SUCCESS || result == ILLEGAL_STATE || result == OPERATING_SYSTEM)
         drop(operation);
     else
-        keep(operation); /* one may try again */
+        keep(operation);
     return result;
 }
 

@@ -17,8 +17,8 @@ uint64_t count_call(enum operation operation)
     return atomic_fetch_add(&the_machine()->calls[operation], 1) + 1;
 }
 
-/* Wait, unless this process leaves the machine: then its listener is shut down. */
-static void wait_until(uint64_t end, int listener)
+/* Wait; false if this process leaves the machine, whose listener is then shut down. */
+static bool wait_until(uint64_t end, int listener)
 {
     struct pollfd ended = {.fd = listener};
     uint64_t now = now_ns();
@@ -28,9 +28,10 @@ static void wait_until(uint64_t end, int listener)
                                 (long)((end - now) % 1000000000u)};
 
         if (ppoll(&ended, 1, end == UINT64_MAX ? NULL : &left, NULL) > 0)
-            return;
+            return false;
         now = now_ns();
     }
+    return true;
 }
 
 static bool meets(const struct fault *fault, enum operation operation,
@@ -40,31 +41,32 @@ static bool meets(const struct fault *fault, enum operation operation,
            number >= fault->at && number - fault->at < fault->count;
 }
 
-/* Let happen what is to happen at this moment of a call; tell whether that gave it
- * a result. */
-bool suffer_faults(enum operation operation, uint64_t number, enum moment when,
-                   int caller, int listener, CUresult *result)
+/* Let happen what is to happen at this moment of a call. */
+enum fate suffer_faults(enum operation operation, uint64_t number,
+                        enum moment when, int caller, int listener,
+                        CUresult *result)
 {
     const struct machine *machine = the_machine();
-    bool decided = false;
+    enum fate fate = SPARED;
 
     for (uint32_t i = 0; i < machine->fault_count; i++) {
         const struct fault *fault = &machine->faults[i];
         const uint64_t start = now_ns();
+        const uint64_t end = fault->delay_ns > UINT64_MAX - start
+                                 ? UINT64_MAX : start + fault->delay_ns;
 
         if (!meets(fault, operation, number, when))
             continue;
-        if (fault->delay_ns)
-            wait_until(fault->delay_ns > UINT64_MAX - start
-                           ? UINT64_MAX : start + fault->delay_ns, listener);
+        if (!wait_until(end, listener))
+            return ENDED;
         if (fault->kill == TARGET)
             kill(getpid(), SIGKILL);
         if (fault->kill == CALLER)
             kill(caller, SIGKILL);
         if (fault->result >= 0) {
             *result = fault->result;
-            decided = true;
+            fate = DECIDED;
         }
     }
-    return decided;
+    return fate;
 }

@@ -28,6 +28,7 @@ static int listener = -1;
 static atomic_int connection = -1; /* to the caller that is being served */
 static pthread_t restore_thread_handle;
 static atomic_int restore_thread_id;
+static atomic_bool ending; /* who still waits in the listener gets no answer */
 static bool forked;
 static bool lost; /* a restore ran out of memory: nothing helps any more */
 
@@ -43,6 +44,7 @@ static char *written(const struct arena *arena, char *image)
     return image + arena->extent;
 }
 static bool in_custom_storage;
+static uint32_t operation_number; /* of the last operation */
 
 uint64_t now_ns(void)
 {
@@ -252,6 +254,7 @@ static CUresult checkpoint_process(const struct request *request,
     if (result != SUCCESS)
         return result;
     in_custom_storage = request->custom_storage;
+    answer->number = ++operation_number;
     set_state(request->custom_storage ? CHECKPOINTING : CHECKPOINTED);
     return SUCCESS;
 }
@@ -337,15 +340,17 @@ static CUresult restore_process(const struct request *request,
         return OUT_OF_MEMORY;
     if (request->custom_storage)
         offer_regions(answer);
+    answer->number = ++operation_number;
     set_state(request->custom_storage ? RESTORING : LOCKED);
     return SUCCESS;
 }
 
 /* To complete an operation leads on, to cancel it leads back. One of the two states
  * keeps the memory in place and becomes LOCKED; the other gives it up. */
-static CUresult end_operation(enum state keeping_memory)
+static CUresult end_operation(uint32_t number, enum state keeping_memory)
 {
-    if (self.state != CHECKPOINTING && self.state != RESTORING)
+    if (number != operation_number ||
+        (self.state != CHECKPOINTING && self.state != RESTORING))
         return ILLEGAL_STATE;
     if (self.state == (int)keeping_memory) {
         set_state(LOCKED);
@@ -387,28 +392,34 @@ static void carry_out(const struct request *request, struct answer *answer)
         answer->result = unlock_process();
         break;
     case COMPLETE:
-        answer->result = end_operation(RESTORING);
+        answer->result = end_operation(request->number, RESTORING);
         break;
     case CANCEL:
-        answer->result = end_operation(CHECKPOINTING);
+        answer->result = end_operation(request->number, CHECKPOINTING);
         break;
     }
 }
 
-static void serve(const struct request *request, struct answer *answer)
+/* False if this process has ended meanwhile and answers nobody any more. */
+static bool serve(const struct request *request, struct answer *answer)
 {
     const enum operation operation = request->operation;
     const uint64_t number = count_call(operation);
     struct ucred caller = {0};
     socklen_t length = sizeof caller;
+    enum fate fate;
 
     getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &caller, &length);
-    if (suffer_faults(operation, number, BEFORE, caller.pid, listener,
-                      &answer->result))
-        return;
-    carry_out(request, answer);
-    suffer_faults(operation, number, AFTER, caller.pid, listener,
-                  &answer->result);
+    fate = suffer_faults(operation, number, BEFORE, caller.pid, listener,
+                         &answer->result);
+    if (fate == DECIDED && operation == RESTORE && self.state == CHECKPOINTED)
+        lost = lost || answer->result == OUT_OF_MEMORY; /* as if it were true */
+    if (fate == SPARED) {
+        carry_out(request, answer);
+        fate = suffer_faults(operation, number, AFTER, caller.pid, listener,
+                             &answer->result);
+    }
+    return fate != ENDED;
 }
 
 static void serve_caller(void)
@@ -417,8 +428,8 @@ static void serve_caller(void)
     struct answer answer = {0};
 
     if (recv(connection, &request, sizeof request, 0) == sizeof request) {
-        serve(&request, &answer);
-        send(connection, &answer, sizeof answer, MSG_NOSIGNAL);
+        if (!ending && serve(&request, &answer))
+            send(connection, &answer, sizeof answer, MSG_NOSIGNAL);
     }
     close(connection);
     connection = -1;
@@ -550,8 +561,10 @@ void end_process(void)
     forget_operations();
     if (!self.initialized)
         return;
+    ending = true;
     shutdown(listener, SHUT_RDWR); /* which ends the restore thread */
     pthread_join(restore_thread_handle, NULL);
+    ending = false;
     close(listener);
     listener = -1;
     restore_thread_id = 0;

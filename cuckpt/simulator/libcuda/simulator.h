@@ -186,9 +186,13 @@ CUresult wait_for_stream(CUstream stream);
 enum moment { BEFORE, AFTER };
 enum victim { NOBODY, TARGET, CALLER };
 
+/* What faults come to: nothing, a result, or the end of the process meanwhile. */
+enum fate { SPARED, DECIDED, ENDED };
+
 uint64_t count_call(enum operation operation);
-bool suffer_faults(enum operation operation, uint64_t number, enum moment when,
-                   int caller, int listener, CUresult *result);
+enum fate suffer_faults(enum operation operation, uint64_t number,
+                        enum moment when, int caller, int listener,
+                        CUresult *result);
 
 /* checkpoint.c */
 
@@ -208,11 +212,13 @@ struct request {
     uint32_t retained;       /* GPUs of which the caller has the context */
     uint32_t pair_count;     /* RESTORE */
     struct gpu_pair pairs[MAX_GPUS];
+    uint32_t number;         /* COMPLETE, CANCEL: of which operation */
 };
 
 struct answer {
     CUresult result;
     int value;
+    uint32_t number;         /* of the operation that has begun */
     uint32_t region_count;
     struct {
         unsigned gpu;
