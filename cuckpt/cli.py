@@ -7,9 +7,12 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cuckpt
+
+if TYPE_CHECKING:
+    from cuckpt.simulator import Fault
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,6 +89,15 @@ def _parser() -> argparse.ArgumentParser:
         help="as 13.5 or 13050; default 13.5",
     )
     verb.add_argument(
+        "--fault",
+        type=_fault,
+        action="append",
+        metavar="FAULT",
+        help="what is to go wrong, as restore=OUT_OF_MEMORY@2 (the second restore) "
+        "or checkpoint,delay=5 (the first); also count=, when=after, kill=target or "
+        "caller; as often as you like. Without one: those in CUCKPT_FAULTS",
+    )
+    verb.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="CMD", help=argparse.SUPPRESS
     )
     verb.set_defaults(run=simulate)
@@ -133,7 +145,12 @@ def simulate(arguments: argparse.Namespace) -> int:
         print("cuckpt simulate: no command; see cuckpt simulate -h", file=sys.stderr)
         return 2
     try:
-        machine = Machine(arguments.gpus, arguments.memory, arguments.driver_version)
+        machine = Machine(
+            arguments.gpus,
+            arguments.memory,
+            arguments.driver_version,
+            arguments.fault,
+        )
         machine.execute(command)
     except ValueError as error:
         print(f"cuckpt simulate: {error}", file=sys.stderr)
@@ -157,6 +174,15 @@ def _size(text: str) -> int:
             f"expected a number of bytes, or as 512MiB or 4GiB, not {text!r}"
         )
     return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
+
+
+def _fault(text: str) -> "Fault":
+    from cuckpt.simulator import Fault
+
+    try:
+        return Fault.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _version(text: str) -> int:

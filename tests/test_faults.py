@@ -1,6 +1,9 @@
 """Faults of a simulated machine: errors, delays and deaths at chosen calls."""
 
 import math
+import os
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -294,6 +297,88 @@ def test_completion_ends_its_own_operation_only(program):
 def test_wrong_fault_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         Fault(**{"call": "lock", "result": 1} | wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("restore=OUT_OF_MEMORY@2", Fault("restore", 2, at=2)),
+        ("lock=ERROR_NOT_READY", Fault("lock", 600)),
+        ("lock=12345,count=3", Fault("lock", 12345, count=3)),
+        (
+            "checkpoint,delay=0.5,when=after",
+            Fault("checkpoint", delay_s=0.5, when="after"),
+        ),
+        ("unlock@7,delay=inf", Fault("unlock", at=7, delay_s=math.inf)),
+        ("complete,kill=caller", Fault("complete", kill="caller")),
+    ],
+)
+def test_text_is_a_fault(text, fault):
+    assert Fault.parse(text) == fault
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no fault"),
+        ("restore=", "is no fault"),
+        ("restore@", "is no fault"),
+        ("restore=2@-1", "is no fault"),
+        ("restore=2,at=2", "is no fault"),
+        ("restore=2,count=1,count=2", "is no fault"),
+        ("restore=2,count=many", "'many' is not a number"),
+        ("restore=2,delay=", "is no fault"),
+        ("restore=NO_SUCH_THING", "there is no result NO_SUCH_THING"),
+        ("restore", "needs a result"),
+        ("start=2", "call must be one of"),
+        ("restore=2@0", "at must be 1"),
+        ("restore=2,when=later", "when must be one of"),
+    ],
+)
+def test_text_that_is_no_fault_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        Fault.parse(text)
+
+
+LOCK = """
+import os
+from cuckpt import driver
+driver.init()
+for _ in range(3):
+    try:
+        driver.checkpoint_process_lock(os.getpid())
+        driver.checkpoint_process_unlock(os.getpid())
+        print("done")
+    except driver.DriverError as error:
+        print(error.status)
+"""
+
+
+def simulate(*options, **environment):
+    command = [sys.executable, "-P", "-m", "cuckpt", "simulate", *options, "--"]
+    return subprocess.run(
+        [*command, sys.executable, "-P", "-c", LOCK],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_command_line_takes_faults():
+    result = simulate("--fault", "lock=NOT_READY@2", "--fault", "lock=801@3")
+    assert result.stdout.split() == ["done", "600", "801"]
+    refused = simulate("--fault", "lock=NOTHING")
+    assert refused.returncode == 2
+    assert "there is no result NOTHING" in refused.stderr
+
+
+def test_environment_has_faults():
+    faults = {"CUCKPT_FAULTS": "lock=NOT_READY@2 lock=801@3"}
+    assert simulate(**faults).stdout.split() == ["done", "600", "801"]
+    result = simulate("--fault", "lock=999", **faults)
+    assert result.stdout.split() == ["999", "done", "done"]
+    assert simulate(CUCKPT_FAULTS="nonsense=1").returncode == 2
 
 
 def test_wrong_types_are_refused():

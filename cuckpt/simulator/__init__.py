@@ -10,15 +10,17 @@ import ctypes
 import fcntl
 import math
 import os
+import re
 import struct
 import uuid as uuids_of_python
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cuckpt import uuids
+from cuckpt.errors import Result
 
 LIBRARY = Path(__file__).parent / "libcuda.so.1"
 DEFAULT_MEMORY_BYTES = 8 << 30
@@ -151,6 +153,53 @@ class Fault:
         if self.result is None and not self.delay_s and self.kill is None:
             raise ValueError("a fault needs a result, delay_s or kill")
 
+    @classmethod
+    def parse(cls, text: str) -> "Fault":
+        """Make a fault from text, as ``cuckpt simulate --fault`` takes it.
+
+        Parameters
+        ----------
+        text : str
+            ``CALL``, then what of ``=RESULT``, ``@AT``, ``,count=COUNT``,
+            ``,delay=SECONDS``, ``,when=after`` and ``,kill=target`` there is to
+            say. A result is a number or a name without ``ERROR_``.
+
+        Returns
+        -------
+        Fault
+
+        Raises
+        ------
+        ValueError
+            If it is no such text.
+
+        Examples
+        --------
+        >>> Fault.parse("restore=OUT_OF_MEMORY@2").at
+        2
+        >>> Fault.parse("checkpoint,delay=0.5,kill=target").kill
+        'target'
+        """
+        head, *options = text.split(",")
+        match = re.fullmatch(r"(\w+)(?:=(\w+))?(?:@(\d+))?", head)
+        read = {"count": int, "delay": float, "when": str, "kill": str}
+        found: dict[str, Any] = {}
+        for option in options:
+            name, _, value = option.partition("=")
+            if name not in read or name in found or not value:
+                match = None
+                break
+            found[name] = _read(read[name], value)
+        if not match:
+            raise ValueError(
+                f"{text!r} is no fault: expected as restore=OUT_OF_MEMORY@2 or "
+                "checkpoint@1,count=3,delay=0.5,when=after,kill=target"
+            )
+        found["delay_s"] = found.pop("delay", 0.0)
+        if match[2]:
+            found["result"] = _result(match[2])
+        return cls(match[1], at=int(match[3] or 1), **found)
+
     def _fields(self) -> list[int]:
         hangs = self.delay_s == math.inf
         return [
@@ -162,6 +211,24 @@ class Fault:
             _VICTIMS.index(self.kill),
             (1 << 64) - 1 if hangs else int(self.delay_s * 1e9),
         ]
+
+
+def _read(kind: type, value: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is not a number") from None
+
+
+def _result(name: str) -> int:
+    if name.isdecimal():
+        return int(name)
+    try:
+        return int(Result["ERROR_" + name.removeprefix("ERROR_")])
+    except KeyError:
+        raise ValueError(
+            f"there is no result {name}; there is OUT_OF_MEMORY, say"
+        ) from None
 
 
 class Machine:
@@ -180,8 +247,9 @@ class Machine:
     driver_version : int
         1000 x major + 10 x minor, such as 13050 for CUDA 13.5. Decides which
         functions there are, and whether there is custom storage.
-    faults : sequence of Fault
-        What is to go wrong.
+    faults : sequence of Fault, optional
+        What is to go wrong. If left out: what the environment variable
+        ``CUCKPT_FAULTS`` says, texts for `Fault.parse` with spaces between.
 
     Attributes
     ----------
@@ -206,7 +274,7 @@ class Machine:
         gpus: int | Sequence[Gpu] = 1,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         driver_version: int = DEFAULT_DRIVER_VERSION,
-        faults: Sequence[Fault] = (),
+        faults: Sequence[Fault] | None = None,
     ) -> None:
         for name, number in (
             ("memory_bytes", memory_bytes),
@@ -220,6 +288,9 @@ class Machine:
             raise TypeError("gpus must be a number of GPUs, or Gpu objects")
         self.gpus = tuple(gpus)
         self.driver_version = driver_version
+        if faults is None:
+            texts = os.environ.get("CUCKPT_FAULTS", "").split()
+            faults = [Fault.parse(text) for text in texts]
         if isinstance(faults, Fault):
             raise TypeError("faults must be a sequence of Fault objects")
         self.faults = tuple(faults)
