@@ -954,8 +954,9 @@ cdef int keep_answer(
 
 cdef bytes copied_answer(CUcheckpointCustomStorageInfo *answer):
     """Return the info, and after it the array that it points to."""
-    cdef Py_ssize_t size = (
-        answer.deviceCount * sizeof(CUcheckpointCustomStoragePerDeviceData))
+    cdef Py_ssize_t size = 0
+    if answer.perDeviceData != NULL:
+        size = answer.deviceCount * sizeof(CUcheckpointCustomStoragePerDeviceData)
     cdef bytes copied = PyBytes_FromStringAndSize(NULL, sizeof(answer[0]) + size)
     memcpy(PyBytes_AS_STRING(copied), answer, sizeof(answer[0]))
     if size:
@@ -972,10 +973,11 @@ cdef CheckpointCustomStorageInfo answered_info(bytes copied):
     info._readonly = True
     # Not one that is known: the driver may use an earlier handle again.
     info._operation = Operation()
-    info._regions = regions(
-        <CUcheckpointCustomStoragePerDeviceData *> (
-            content + sizeof(CUcheckpointCustomStorageInfo)),
-        info._value.info.deviceCount, info._operation)
+    if info._value.info.deviceCount == 0 or info._value.info.perDeviceData != NULL:
+        info._regions = regions(
+            <CUcheckpointCustomStoragePerDeviceData *> (
+                content + sizeof(CUcheckpointCustomStorageInfo)),
+            info._value.info.deviceCount, info._operation)
     return info
 
 
