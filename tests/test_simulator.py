@@ -988,3 +988,24 @@ except driver.NoDeviceError:
     library = str(simulator.LIBRARY)
     result = python(text, CUCKPT_LIBCUDA=library, CUCKPT_SIMULATOR=str(file))
     assert result.stdout == "none\n"
+    assert "names no machine of this version" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [(None, "is not set"), ("/nonexistent", "has ended, or none"), ("", "or none")],
+)
+def test_driver_without_a_machine_says_so_once(python, variable, message):
+    text = """
+from cuckpt import driver
+for _ in range(2):
+    try:
+        driver.init()
+    except driver.NoDeviceError:
+        print("none")
+"""
+    library = str(simulator.LIBRARY)
+    result = python(text, CUCKPT_LIBCUDA=library, CUCKPT_SIMULATOR=variable)
+    assert result.stdout == "none\n" * 2
+    assert result.stderr.count(message) == 1
+    assert "cuckpt simulate -- CMD" in result.stderr

@@ -22,33 +22,54 @@ static struct machine *machine;
 static unsigned long number;
 static pthread_once_t opened = PTHREAD_ONCE_INIT;
 
-static void open_machine(void)
+static struct machine *map_machine(int file)
 {
-    const char *path = getenv("CUCKPT_SIMULATOR");
     struct stat status;
-    struct machine *memory = MAP_FAILED;
-    int file;
+    struct machine *memory;
 
-    if (!path || (file = open(path, O_RDWR | O_CLOEXEC)) < 0)
-        return;
-    if (fstat(file, &status) == 0 && (size_t)status.st_size == sizeof *memory)
-        memory = mmap(NULL, sizeof *memory, PROT_READ | PROT_WRITE, MAP_SHARED,
-                      file, 0);
-    close(file);
+    if (fstat(file, &status) || (size_t)status.st_size != sizeof *memory)
+        return NULL;
+    memory = mmap(NULL, sizeof *memory, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (memory == MAP_FAILED)
-        return;
+        return NULL;
     if (memcmp(memory->magic, "cuckpt 1", 8) != 0 ||
         memory->gpu_count > MAX_GPUS || memory->fault_count > MAX_FAULTS) {
         munmap(memory, sizeof *memory);
-        return;
+        return NULL;
     }
-    machine = memory;
     number = status.st_ino;
+    return memory;
+}
+
+/* Return NULL, or why there is no machine. */
+static const char *open_machine(void)
+{
+    const char *path = getenv("CUCKPT_SIMULATOR");
+    int file;
+
+    if (!path)
+        return "is not set";
+    file = open(path, O_RDWR | O_CLOEXEC);
+    if (file < 0)
+        return "names a machine that has ended, or none";
+    machine = map_machine(file);
+    close(file);
+    return machine ? NULL : "names no machine of this version of cuckpt";
+}
+
+/* The driver can only answer that there is no GPU. */
+static void open_first_machine(void)
+{
+    const char *reason = open_machine();
+
+    if (reason)
+        fprintf(stderr, "cuckpt simulator: CUCKPT_SIMULATOR %s; start the program "
+                        "by `cuckpt simulate -- CMD...`\n", reason);
 }
 
 struct machine *the_machine(void)
 {
-    pthread_once(&opened, open_machine);
+    pthread_once(&opened, open_first_machine);
     return machine;
 }
 
