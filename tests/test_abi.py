@@ -10,6 +10,8 @@ import pytest
 import cuckpt
 from cuckpt import errors
 
+pytestmark = pytest.mark.thread_unsafe(reason="each test runs a compiler")
+
 PXD = (Path(cuckpt.__file__).parent / "_driver.pxd").read_text()
 CUDA_H = (
     Path(importlib.util.find_spec("nvidia.cu13").submodule_search_locations[0])

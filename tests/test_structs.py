@@ -4,6 +4,7 @@ import copy
 import ctypes
 import pickle
 import struct
+import threading
 import uuid
 
 import numpy
@@ -320,16 +321,16 @@ def makers_that_cheat():
             return cls.made
 
     class ReturnsView(CheckpointLockArgs):
-        is_nested = False
+        nested = threading.local()
 
         def __new__(cls):
-            if cls.is_nested:
+            if hasattr(cls.nested, "now"):
                 return super().__new__(cls)
-            cls.is_nested = True
+            cls.nested.now = True
             try:
                 return cls.from_buffer(bytearray(64))
             finally:
-                cls.is_nested = False
+                del cls.nested.now
 
     return [ReturnsNone, ReturnsAnother, ReturnsTheSame, ReturnsView]
 
