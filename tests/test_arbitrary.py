@@ -12,6 +12,9 @@ from hypothesis import given, strategies as st
 
 from cuckpt import driver, errors, hints, structs, uuids
 
+# Hypothesis takes a minute for what four threads draw at once.
+pytestmark = pytest.mark.thread_unsafe(reason="hypothesis")
+
 EXPECTED = (TypeError, ValueError, OverflowError, BufferError, driver.DriverError)
 CLASSES = [getattr(structs, name) for name in structs.__all__]
 ADDRESSES = {"gpu_pairs", "custom_storage_info_out", "ptr", "args", "handle"}
