@@ -79,22 +79,17 @@ def cases(context):
 
 
 def _calls(context, pid):
-    for verb in "get_state", "get_restore_thread_id":
-        rivals = {
-            name: _timed(lambda call=call, verb=verb: call(verb, pid))
-            for name, call in context.rivals.items()
-        }
-        yield Case("Calls", f"{verb}(pid)", rivals, chart=True)
-    own = context.rivals["cuckpt"]
-    for verb, before, after in ("lock", None, "unlock"), ("unlock", "lock", None):
-        rivals = {
-            name: _timed(
-                lambda call=call, verb=verb: call(verb, pid),
-                before and (lambda verb=before: own(verb, pid)),
-                after and (lambda verb=after: own(verb, pid)),
-            )
-            for name, call in context.rivals.items()
-        }
+    def one_by_one(call, *verbs):
+        for verb in verbs:
+            call(verb, pid)
+
+    for verb, before, after in (
+        ("get_state", [], []),
+        ("get_restore_thread_id", [], []),
+        ("lock", [], ["unlock"]),
+        ("unlock", ["lock"], []),
+    ):
+        rivals = _rivals(context, one_by_one, verb, before, after)
         yield Case("Calls", f"{verb}(pid)", rivals, chart=True)
 
 
@@ -106,46 +101,41 @@ def _transitions(context, what, pids, rounds):
         for verb in verbs:
             list(pool.map(lambda pid, verb=verb: call(verb, pid), pids))
 
-    def case(verb, before, after):
-        own = context.rivals["cuckpt"]
-        rivals = {
-            name: _timed(
-                lambda call=call: all_at_once(call, verb),
-                lambda: all_at_once(own, *before),
-                lambda: all_at_once(own, *after),
-            )
-            for name, call in context.rivals.items()
-        }
-        return Case(
-            "Checkpoint and restore",
-            f"{verb}, {what}",
-            rivals,
-            loops=1,
-            rounds=1 if context.quick else rounds,
-            chart=True,
-        )
-
     with pool:
         # The first time takes longer: host memory is new.
         all_at_once(context.rivals["cuckpt"], "lock", "checkpoint", "restore", "unlock")
-        yield case("checkpoint", ["lock"], ["restore", "unlock"])
-        yield case("restore", ["lock", "checkpoint"], ["unlock"])
+        for verb, before, after in (
+            ("checkpoint", ["lock"], ["restore", "unlock"]),
+            ("restore", ["lock", "checkpoint"], ["unlock"]),
+        ):
+            yield Case(
+                "Checkpoint and restore",
+                f"{verb}, {what}",
+                _rivals(context, all_at_once, verb, before, after),
+                loops=1,
+                rounds=1 if context.quick else rounds,
+                chart=True,
+            )
 
 
-def _timed(do, before=None, after=None):
-    def run(loops):
-        taken = 0.0
-        for _ in range(loops):
-            if before:
-                before()
-            start = time.perf_counter()
-            do()
-            taken += time.perf_counter() - start
-            if after:
-                after()
-        return taken
+def _rivals(context, do, verb, before, after):
+    """Return rivals that are timed for a verb; cuckpt does what comes around it."""
 
-    return run
+    def timed(call):
+        def run(loops):
+            taken = 0.0
+            for _ in range(loops):
+                do(own, *before)
+                start = time.perf_counter()
+                do(call, verb)
+                taken += time.perf_counter() - start
+                do(own, *after)
+            return taken
+
+        return run
+
+    own = context.rivals["cuckpt"]
+    return {name: timed(call) for name, call in context.rivals.items()}
 
 
 def _by_module(module):
