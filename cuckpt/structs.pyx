@@ -806,9 +806,7 @@ cdef class CheckpointCustomStoragePerDeviceData(Struct):
 def __getattr__(name):
     # The dtypes are made when asked for: importing cuckpt imports no NumPy.
     if name in _DTYPES:
-        import numpy
-
-        return numpy.dtype(_DTYPES[name])  # a new one, since it can be changed
+        return new_dtype(name)  # since it can be changed
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -1145,10 +1143,14 @@ cdef inline Operation referent(object reference):
 cdef object dtype(str name):
     made = dtypes.get(name)
     if made is None:
-        import numpy
-
-        made = dtypes[name] = numpy.dtype(_DTYPES[name])
+        made = dtypes[name] = new_dtype(name)
     return made
+
+
+cdef object new_dtype(str name):
+    import numpy
+
+    return numpy.dtype(_DTYPES[name])
 
 
 cdef dict dtypes = {}
