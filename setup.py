@@ -19,7 +19,7 @@ DIRECTIVES = {
 SIMULATOR = Extension(
     "cuckpt.simulator.libcuda",
     sorted(glob("cuckpt/simulator/libcuda/*.c")),
-    depends=["cuckpt/simulator/libcuda/simulator.h"],
+    depends=glob("cuckpt/simulator/libcuda/*.h"),
     extra_compile_args=["-std=gnu11", "-fvisibility=hidden"],
     extra_link_args=["-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"],
     libraries=["pthread"],

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.thread_unsafe(reason="each test runs programs of its ow
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "cuckpt")
 SCENARIOS = Path(__file__).parent / "gpu/test_scenarios.py"
-UUIDS = [simulator._uuid_of(n) for n in range(2)]
+UUIDS = [gpu.uuid for gpu in simulator.Machine(2).gpus]
 
 # What the programs below begin with.
 PRELUDE = """
@@ -977,7 +977,7 @@ def test_file_that_claims_too_many_gpus_is_no_machine(tmp_path, python):
     file = tmp_path / "machine"
     content = bytearray(simulator.Machine()._header())
     content[12:16] = (4000).to_bytes(4, "little")
-    file.write_bytes(bytes(content) + bytes(simulator._COUNTS_BYTES))
+    file.write_bytes(bytes(content) + bytes(simulator.machine._COUNTS_BYTES))
     text = """
 from cuckpt import driver
 try:

@@ -12,7 +12,7 @@ import pytest
 from cuckpt import simulator
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "cuckpt")
-UUID = simulator._uuid_of(0)
+UUID = simulator.Machine().gpus[0].uuid
 
 # `ask(name, pid, args)` returns the result's number and the value, for each binding.
 ADAPTERS = {

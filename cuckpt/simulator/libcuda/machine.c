@@ -5,12 +5,11 @@
  * is killed: the slots of dead processes do not count.
  */
 #define _GNU_SOURCE
-#include "simulator.h"
+#include "machine.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,8 +40,7 @@ static struct machine *map_machine(int file)
     return memory;
 }
 
-/* Return NULL, or why there is no machine. */
-static const char *open_machine(void)
+const char *enter_machine(void)
 {
     const char *path = getenv("CUCKPT_SIMULATOR");
     int file;
@@ -60,7 +58,7 @@ static const char *open_machine(void)
 /* The driver can only answer that there is no GPU. */
 static void open_first_machine(void)
 {
-    const char *reason = open_machine();
+    const char *reason = enter_machine();
 
     if (reason)
         fprintf(stderr, "cuckpt simulator: CUCKPT_SIMULATOR %s; start the program "
@@ -73,17 +71,11 @@ struct machine *the_machine(void)
     return machine;
 }
 
-/* Move this process to the machine that CUCKPT_SIMULATOR names now: for a process
- * that uses one machine after the other. None of its threads may be in a call. */
-EXPORT bool cuckpt_simulator_change_machine(void)
+void leave_machine(void)
 {
-    the_machine();
-    end_process();
     if (machine)
         munmap(machine, sizeof *machine);
     machine = NULL;
-    open_machine();
-    return machine != NULL;
 }
 
 unsigned long machine_number(void)
@@ -126,7 +118,7 @@ bool look_up_process(int pid, struct process_facts *facts)
     return found && sscanf(found, "\nUid: %*u %u", &facts->uid) == 1;
 }
 
-static bool is_alive(uint64_t owner)
+bool is_alive(uint64_t owner)
 {
     struct process_facts facts;
 
@@ -135,7 +127,7 @@ static bool is_alive(uint64_t owner)
            facts.state != 'X';
 }
 
-struct slot *take_slot(struct machine *machine, int restore_thread)
+struct slot *take_slot(int restore_thread)
 {
     uint64_t self = (uint64_t)getpid() << 32 | (uint32_t)restore_thread;
 
@@ -146,6 +138,7 @@ struct slot *take_slot(struct machine *machine, int restore_thread)
         if (is_alive(owner) ||
             !atomic_compare_exchange_strong(&slot->owner, &owner, self))
             continue;
+        slot->contexts = 0;
         for (unsigned gpu = 0; gpu < MAX_GPUS; gpu++)
             slot->used_bytes[gpu] = 0;
         return slot;
@@ -153,7 +146,7 @@ struct slot *take_slot(struct machine *machine, int restore_thread)
     return NULL;
 }
 
-uint64_t used_on_gpu(struct machine *machine, unsigned gpu)
+uint64_t used_on_gpu(unsigned gpu)
 {
     uint64_t used = 0;
 
@@ -170,23 +163,23 @@ uint64_t used_on_gpu(struct machine *machine, unsigned gpu)
 /* Without a lock, which a stopped process could hold: look, count, look again.
  * Of two who race for the last bytes none gets more than there is, and who steps
  * back tries again, for the other may have done so too. */
-int charge(struct slot *slot, unsigned gpu, uint64_t bytes)
+bool charge(struct slot *slot, unsigned gpu, uint64_t bytes)
 {
     const uint64_t size = machine->gpus[gpu].memory_bytes;
 
     for (int attempt = 0; attempt < 5; attempt++) {
-        if (bytes > size || used_on_gpu(machine, gpu) > size - bytes)
-            return OUT_OF_MEMORY;
+        if (bytes > size || used_on_gpu(gpu) > size - bytes)
+            return false;
         atomic_fetch_add(&slot->used_bytes[gpu], bytes);
-        if (used_on_gpu(machine, gpu) <= size)
-            return SUCCESS;
+        if (used_on_gpu(gpu) <= size)
+            return true;
         atomic_fetch_sub(&slot->used_bytes[gpu], bytes);
         usleep((useconds_t)(getpid() % 7 + 1) * 100);
     }
-    return OUT_OF_MEMORY;
+    return false;
 }
 
-int find_gpu(const struct machine *machine, const CUuuid *uuid)
+int find_gpu(const CUuuid *uuid)
 {
     for (unsigned gpu = 0; gpu < machine->gpu_count; gpu++)
         if (!memcmp(uuid, &machine->gpus[gpu].uuid, sizeof *uuid))

@@ -33,8 +33,10 @@ static void *reserve(uint64_t size)
     return range == MAP_FAILED ? NULL : range;
 }
 
-CUresult make_arenas(struct machine *machine)
+CUresult make_arenas(void)
 {
+    const struct machine *machine = the_machine();
+
     for (; arena_count < machine->gpu_count; arena_count++) {
         struct arena *arena = &arenas[arena_count];
 
@@ -148,7 +150,7 @@ static CUresult allocate_here(size_t size, unsigned char first_is,
         return OUT_OF_MEMORY;
     bytes = (size + CHUNK - 1) / CHUNK * CHUNK;
     pthread_mutex_lock(&lock);
-    result = charge(self.slot, gpu, bytes);
+    result = charge(self.slot, gpu, bytes) ? SUCCESS : OUT_OF_MEMORY;
     if (result == SUCCESS) {
         result = allocate(own_arena(device), size, first_is, pointer);
         if (result != SUCCESS)
@@ -243,7 +245,7 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
     if (!free_bytes || !total)
         return INVALID_VALUE;
     gpu = self.gpu_of_device[device_of(context)];
-    used = used_on_gpu(machine, gpu);
+    used = used_on_gpu(gpu);
     *total = machine->gpus[gpu].memory_bytes;
     *free_bytes = used < *total ? *total - used : 0;
     return SUCCESS;

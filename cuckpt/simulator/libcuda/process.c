@@ -270,8 +270,8 @@ static CUresult read_pairs(const struct request *request, unsigned new_gpu[])
     if (request->pair_count == 0)
         return SUCCESS;
     for (uint32_t i = 0; i < request->pair_count; i++) {
-        int old = find_gpu(machine, &request->pairs[i].old_uuid);
-        int new = find_gpu(machine, &request->pairs[i].new_uuid);
+        int old = find_gpu(&request->pairs[i].old_uuid);
+        int new = find_gpu(&request->pairs[i].new_uuid);
 
         if (old < 0 || new < 0 || old_seen >> old & 1 || new_seen >> new & 1)
             return INVALID_VALUE;
@@ -289,7 +289,7 @@ static CUresult charge_all(const unsigned new_gpu[])
     for (device = 0; own_arena(device); device++) {
         unsigned gpu = new_gpu[self.gpu_of_device[device]];
 
-        if (charge(self.slot, gpu, own_arena(device)->allocated) != SUCCESS)
+        if (!charge(self.slot, gpu, own_arena(device)->allocated))
             break;
     }
     if (!own_arena(device))
@@ -530,13 +530,13 @@ CUresult start_process(void)
         for (unsigned device = 0; device < machine->gpu_count; device++)
             self.gpu_of_device[device] = device;
         reset_contexts();
-        result = make_arenas(machine);
+        result = make_arenas();
         if (result == SUCCESS)
             result = listen_to_callers();
         if (result == SUCCESS)
             result = start_restore_thread();
         if (result == SUCCESS) {
-            self.slot = take_slot(machine, restore_thread_id);
+            self.slot = take_slot(restore_thread_id);
             result = self.slot ? SUCCESS : OPERATING_SYSTEM;
         }
         if (result == SUCCESS && !handles_fork) {
@@ -579,4 +579,14 @@ void end_process(void)
     self.machines++;
     lost = false;
     set_state(RUNNING);
+}
+
+/* Move this process to the machine that CUCKPT_SIMULATOR names now: for a process
+ * that uses one machine after the other. None of its threads may be in a call. */
+EXPORT bool cuckpt_simulator_change_machine(void)
+{
+    the_machine();
+    end_process();
+    leave_machine();
+    return enter_machine() == NULL;
 }

@@ -1,6 +1,6 @@
 /* A simulated CUDA driver: what its files share.
  *
- * machine.c   the machine that several processes share: GPUs, who uses them
+ * machine.c, machine.h  the machine that several processes share: GPUs, their users
  * process.c   this process as a target: its gate and its restore thread
  * memory.c    device memory: allocation, addresses, copies
  * device.c    devices and contexts
@@ -16,12 +16,9 @@
 #ifndef CUCKPT_SIMULATOR_H
 #define CUCKPT_SIMULATOR_H
 
-#include <stdatomic.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
+#include "machine.h"
 
-#define EXPORT __attribute__((visibility("default")))
+#include <stddef.h>
 
 /* The real library has each function under its plain name as well. */
 #define PLAIN(name, versioned)                                  \
@@ -53,69 +50,6 @@ typedef uint64_t CUdeviceptr;
 typedef struct context *CUcontext;
 typedef struct stream *CUstream;
 typedef struct event *CUevent;
-
-typedef struct {
-    unsigned char bytes[16];
-} CUuuid;
-
-/* machine.c */
-
-enum { MAX_GPUS = 16, MAX_PROCESSES = 1024, MAX_FAULTS = 64 };
-
-/* Those up to COMPLETE are calls that can fail by a fault. */
-enum operation {
-    GET_STATE,
-    GET_RESTORE_THREAD_ID,
-    LOCK,
-    CHECKPOINT,
-    RESTORE,
-    UNLOCK,
-    COMPLETE,
-    CANCEL, /* of the caller itself, which could not map what it was offered */
-};
-
-enum { OPERATIONS = CANCEL + 1 };
-
-/* Laid out also by cuckpt/simulator/__init__.py, up to the slots. */
-struct machine {
-    char magic[8];
-    uint32_t driver_version;
-    uint32_t gpu_count;
-    struct gpu {
-        CUuuid uuid;
-        uint64_t memory_bytes;
-    } gpus[MAX_GPUS];
-    uint64_t fault_count;
-    struct fault {
-        uint32_t operation;
-        uint32_t when;  /* enum moment */
-        uint32_t at, count; /* which calls, from 1 */
-        int32_t result; /* -1: what the call itself comes to */
-        uint32_t kill;  /* enum victim */
-        uint64_t delay_ns;
-    } faults[MAX_FAULTS];
-    _Atomic uint64_t calls[OPERATIONS];
-    /* Whoever has called cuInit: process and restore thread, in one word. Once
-     * that thread is gone, by death or exec, the slot is free. */
-    struct slot {
-        _Atomic uint64_t owner;
-        _Atomic uint64_t used_bytes[MAX_GPUS];
-    } slots[MAX_PROCESSES];
-};
-
-struct process_facts {
-    char state; /* as in /proc/PID/stat */
-    int group;  /* the process that a thread belongs to */
-    unsigned uid;
-};
-
-struct machine *the_machine(void); /* NULL if there is none */
-unsigned long machine_number(void);
-bool look_up_process(int pid, struct process_facts *facts);
-struct slot *take_slot(struct machine *machine, int restore_thread);
-uint64_t used_on_gpu(struct machine *machine, unsigned gpu);
-int charge(struct slot *slot, unsigned gpu, uint64_t bytes);
-int find_gpu(const struct machine *machine, const CUuuid *uuid);
 
 /* process.c */
 
@@ -160,7 +94,7 @@ struct arena {
 enum { CHUNK = 2 << 20 };
 
 struct arena *own_arena(CUdevice device);
-CUresult make_arenas(struct machine *machine);
+CUresult make_arenas(void);
 void drop_arenas(void);
 struct arena *map_foreign(const char *path, uint64_t size);
 void unmap_foreign(struct arena *arena);
