@@ -382,7 +382,7 @@ def test_memory_calls_check_their_addresses():
             cuda.cuMemAlloc_v2(ctypes.byref(first), size(0)),
             cuda.cuMemAlloc_v2(ctypes.byref(first), size(1 << 62)),
             cuda.cuMemAlloc_v2(ctypes.byref(first), size(3 * MIB)),
-            cuda.cuMemAlloc_v2(ctypes.byref(second), size(1)),
+            cuda.cuMemAlloc_v2(ctypes.byref(second), size(100)),
             cuda.cuMemsetD8_v2(first, 7, size(100)),
             cuda.cuMemcpyDtoD_v2(second, first, size(100)),
             cuda.cuMemcpyDtoH_v2(host, second, size(100)),

@@ -18,7 +18,7 @@ DEFAULT_DRIVER_VERSION = 13050
 
 # As in libcuda/machine.h: what is known at the start, and what is counted.
 _HEADER = struct.Struct("=8sII" + "16sQI60s" * MAX_GPUS + "Q" + "IIIIiIQ" * MAX_FAULTS)
-_COUNTS_BYTES = 8 * 8 + 1024 * (8 + 8 + 8 * MAX_GPUS)
+_COUNTS_BYTES = 8 * 8 + 1024 * (8 + 8 + 8 + 8 * MAX_GPUS)
 
 
 class SimulatorError(RuntimeError):

@@ -28,7 +28,7 @@ struct region {
 };
 
 struct custom_storage_info {
-    struct operation_handle *handle;
+    uint64_t handle; /* in the API a pointer, to nothing one may look at */
     struct region *regions;
     unsigned device_count;
 };
@@ -49,17 +49,32 @@ struct unlock_args {
     uint64_t reserved[8];
 };
 
-/* A custom-storage operation that waits for completion. */
-struct operation_handle {
-    int pid;
+/* What the caller sees of a custom-storage operation. */
+struct offer {
     struct custom_storage_info info;
     struct region regions[MAX_GPUS];
-    struct arena *arenas[MAX_GPUS];
-    uint32_t number; /* the target's */
-    struct operation_handle *next;
 };
 
-static struct operation_handle *operations;
+/* A custom-storage operation that waits for completion. */
+struct storage {
+    uint64_t handle;
+    int pid;
+    uint32_t number; /* the target's */
+    unsigned region_count;
+    struct arena *arenas[MAX_GPUS];
+    CUstream streams[MAX_GPUS];
+    struct offer *offer; /* NULL once it is withdrawn */
+    struct storage *next;
+};
+
+enum { WITHDRAWN = 16 };
+
+static struct storage *operations;
+static uint64_t last_handle = 0x10000;
+/* The last offers that were withdrawn are not freed yet: whoever still looks at one
+ * is to see nonsense rather than what was put in its place. */
+static struct offer *withdrawn[WITHDRAWN];
+static unsigned withdrawn_count;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* Ask the target. What the driver says of who cannot be asked was measured. */
@@ -176,57 +191,88 @@ static CUdevice device_with(unsigned gpu)
     return 0;
 }
 
-static void drop(struct operation_handle *operation)
+static void withdraw(struct storage *storage)
 {
-    for (unsigned i = 0; i < operation->info.device_count; i++) {
-        if (operation->arenas[i])
-            unmap_foreign(operation->arenas[i]);
-        if (operation->regions[i].stream)
-            free_stream(operation->regions[i].stream);
-    }
-    /* Whoever reads the info now reads nonsense, as the driver's memory is gone. */
-    memset(&operation->info, 0xdb, sizeof operation->info);
-    memset(operation->regions, 0xdb, sizeof operation->regions);
-    free(operation);
+    struct offer **place;
+
+    if (!storage->offer)
+        return;
+    memset(storage->offer, 0xdb, sizeof *storage->offer);
+    pthread_mutex_lock(&lock);
+    place = &withdrawn[withdrawn_count++ % WITHDRAWN];
+    free(*place);
+    *place = storage->offer;
+    pthread_mutex_unlock(&lock);
+    storage->offer = NULL;
 }
 
-static CUresult map_regions(struct operation_handle *operation, int group,
+static void drop(struct storage *storage)
+{
+    for (unsigned i = 0; i < storage->region_count; i++) {
+        if (storage->arenas[i])
+            unmap_foreign(storage->arenas[i]);
+        if (storage->streams[i])
+            destroy_stream(storage->streams[i]);
+    }
+    withdraw(storage);
+    free(storage);
+}
+
+static CUresult map_regions(struct storage *storage, int group,
                             const struct answer *answer)
 {
-    struct custom_storage_info *info = &operation->info;
+    struct offer *offer = storage->offer;
 
-    info->handle = operation;
-    info->regions = operation->regions;
+    offer->info.handle = storage->handle;
+    offer->info.regions = offer->regions;
+    offer->info.device_count = storage->region_count = answer->region_count;
     for (unsigned i = 0; i < answer->region_count; i++) {
-        struct region *region = &operation->regions[i];
         CUcontext context = primary_context(device_with(answer->regions[i].gpu));
         char path[64];
 
-        info->device_count++;
         snprintf(path, sizeof path, "/proc/%d/fd/%d", group,
                  answer->regions[i].file);
-        operation->arenas[i] = map_foreign(path, answer->regions[i].size);
-        if (!operation->arenas[i] ||
-            make_stream(context, &region->stream) != SUCCESS)
+        storage->arenas[i] = map_foreign(path, answer->regions[i].size);
+        if (!storage->arenas[i] ||
+            make_stream(context, NON_BLOCKING, 0, &storage->streams[i]) != SUCCESS)
             return OUT_OF_MEMORY;
-        region->device_pointer = (uintptr_t)operation->arenas[i]->base;
-        region->size = answer->regions[i].size;
+        offer->regions[i].device_pointer = (uintptr_t)storage->arenas[i]->base;
+        offer->regions[i].size = answer->regions[i].size;
+        offer->regions[i].stream = storage->streams[i];
     }
     return SUCCESS;
 }
 
-static void keep(struct operation_handle *operation)
+static void keep(struct storage *storage)
 {
     pthread_mutex_lock(&lock);
-    operation->next = operations;
-    operations = operation;
+    storage->next = operations;
+    operations = storage;
     pthread_mutex_unlock(&lock);
+}
+
+static struct storage *make_storage(int pid)
+{
+    struct storage *storage = calloc(1, sizeof *storage);
+
+    if (!storage)
+        return NULL;
+    storage->offer = calloc(1, sizeof *storage->offer);
+    if (!storage->offer) {
+        free(storage);
+        return NULL;
+    }
+    storage->pid = pid;
+    pthread_mutex_lock(&lock);
+    storage->handle = last_handle += 16;
+    pthread_mutex_unlock(&lock);
+    return storage;
 }
 
 static CUresult begin(int pid, struct request *request,
                       struct custom_storage_info **info_out)
 {
-    struct operation_handle *operation;
+    struct storage *storage;
     struct answer answer;
     int group;
     CUresult result = find_target(pid, &group);
@@ -237,25 +283,24 @@ static CUresult begin(int pid, struct request *request,
         return NOT_INITIALIZED;
     if (group == getpid())
         return NOT_SUPPORTED;
-    operation = calloc(1, sizeof *operation);
-    if (!operation)
+    storage = make_storage(group);
+    if (!storage)
         return OUT_OF_MEMORY;
-    operation->pid = group;
     request->custom_storage = true;
     request->retained = retained_gpus();
     result = ask(group, request, &answer);
     if (result == SUCCESS) {
-        result = map_regions(operation, group, &answer);
+        result = map_regions(storage, group, &answer);
         if (result != SUCCESS)
             end(group, answer.number, CANCEL);
     }
     if (result != SUCCESS) {
-        drop(operation);
+        drop(storage);
         return result;
     }
-    operation->number = answer.number;
-    keep(operation);
-    *info_out = &operation->info;
+    storage->number = answer.number;
+    *info_out = &storage->offer->info;
+    keep(storage);
     return SUCCESS;
 }
 
@@ -270,43 +315,61 @@ void disown_operations(void)
 void forget_operations(void)
 {
     while (operations) {
-        struct operation_handle *first = operations;
+        struct storage *first = operations;
 
         operations = first->next;
         drop(first);
     }
+    for (unsigned i = 0; i < WITHDRAWN; i++) {
+        free(withdrawn[i]);
+        withdrawn[i] = NULL;
+    }
 }
 
-/* Take an operation off the list; false if there is none with this handle. */
-static bool take(struct operation_handle *operation)
+/* Take the operation with a handle off the list; NULL if there is none. */
+static struct storage *take(uint64_t handle)
 {
-    struct operation_handle **link = &operations;
-    bool found;
+    struct storage **link = &operations, *found;
 
     pthread_mutex_lock(&lock);
-    while (*link && *link != operation)
+    while (*link && (*link)->handle != handle)
         link = &(*link)->next;
-    found = *link != NULL;
+    found = *link;
     if (found)
-        *link = operation->next;
+        *link = found->next;
     pthread_mutex_unlock(&lock);
     return found;
 }
 
-EXPORT CUresult cuCheckpointOperationComplete(struct operation_handle *operation)
+/* Wait for the streams that were handed out; whoever used others had to. */
+static CUresult wait_for_streams(const struct storage *storage)
 {
+    for (unsigned i = 0; i < storage->region_count; i++) {
+        const CUresult result = wait_for_stream(storage->streams[i]);
+
+        if (result == STREAM_CAPTURE_UNSUPPORTED ||
+            result == STREAM_CAPTURE_INVALIDATED)
+            return STREAM_CAPTURE_UNSUPPORTED;
+    }
+    return SUCCESS;
+}
+
+EXPORT CUresult cuCheckpointOperationComplete(uint64_t handle)
+{
+    struct storage *storage = take(handle);
     CUresult result;
 
-    if (!take(operation))
+    if (!storage)
         return INVALID_VALUE;
-    for (unsigned i = 0; i < operation->info.device_count; i++)
-        wait_for_stream(operation->regions[i].stream);
-    result = end(operation->pid, operation->number, COMPLETE);
+    withdraw(storage);
+    result = wait_for_streams(storage);
+    if (result == SUCCESS)
+        result = end(storage->pid, storage->number, COMPLETE);
     /* After other errors one may try again. */
     if (result == SUCCESS || result == ILLEGAL_STATE || result == OPERATING_SYSTEM)
-        drop(operation);
+        drop(storage);
     else
-        keep(operation);
+        keep(storage);
     return result;
 }
 
@@ -351,7 +414,7 @@ EXPORT CUresult cuCheckpointProcessCheckpoint(int pid,
 EXPORT CUresult cuCheckpointProcessRestore(int pid,
                                            const struct restore_args *args)
 {
-    struct request request = {.operation = RESTORE};
+    struct request request = {.operation = RESTORE, .initialized = self.initialized};
     struct answer answer;
 
     if (!args)

@@ -139,6 +139,7 @@ struct slot *take_slot(int restore_thread)
             !atomic_compare_exchange_strong(&slot->owner, &owner, self))
             continue;
         slot->contexts = 0;
+        slot->checkpoints = 0;
         for (unsigned gpu = 0; gpu < MAX_GPUS; gpu++)
             slot->used_bytes[gpu] = 0;
         return slot;

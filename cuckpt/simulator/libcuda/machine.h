@@ -56,6 +56,7 @@ struct machine {
     struct slot {
         _Atomic uint64_t owner;
         _Atomic uint64_t contexts; /* a bit for each GPU on which it has some */
+        _Atomic uint64_t checkpoints; /* how often it has lost its GPU memory */
         _Atomic uint64_t used_bytes[MAX_GPUS];
     } slots[MAX_PROCESSES];
 };

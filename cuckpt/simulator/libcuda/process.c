@@ -15,7 +15,6 @@
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
@@ -30,21 +29,6 @@ static pthread_t restore_thread_handle;
 static atomic_int restore_thread_id;
 static atomic_bool ending; /* who still waits in the listener gets no answer */
 static bool forked;
-static bool lost; /* a restore ran out of memory: nothing helps any more */
-
-/* Where the driver keeps the content while the process is CHECKPOINTED: that of
- * the arena, and then a byte for each chunk, which tells whether any was written. */
-static struct {
-    char *memory; /* NULL: with custom storage, or there is none */
-    uint64_t size;
-} images[MAX_GPUS];
-
-static char *written(const struct arena *arena, char *image)
-{
-    return image + arena->extent;
-}
-static bool in_custom_storage;
-static uint32_t operation_number; /* of the last operation */
 
 uint64_t now_ns(void)
 {
@@ -54,21 +38,41 @@ uint64_t now_ns(void)
     return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
 }
 
-/* The gate */
+/* The bell */
 
-static void wait_while(atomic_int *word, int value, uint64_t at_most_ns)
+static void wait_while(atomic_int *word, int value, uint64_t until_ns)
 {
-    struct timespec limit = {(time_t)(at_most_ns / 1000000000u),
-                             (long)(at_most_ns % 1000000000u)};
+    struct timespec until = {(time_t)(until_ns / 1000000000u),
+                             (long)(until_ns % 1000000000u)};
 
-    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value,
-            at_most_ns == UINT64_MAX ? NULL : &limit, NULL, 0);
+    syscall(SYS_futex, word, FUTEX_WAIT_BITSET_PRIVATE, value,
+            until_ns == UINT64_MAX ? NULL : &until, NULL, FUTEX_BITSET_MATCH_ANY);
 }
 
 static void wake(atomic_int *word)
 {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
+
+static atomic_int rings;
+
+int bell(void)
+{
+    return rings;
+}
+
+void ring_bell(void)
+{
+    rings++;
+    wake(&rings);
+}
+
+void wait_for_ring(int since, uint64_t until_ns)
+{
+    wait_while(&rings, since, until_ns);
+}
+
+/* The gate */
 
 int enter(void)
 {
@@ -88,316 +92,15 @@ int enter(void)
 
 void leave(const int *entered)
 {
-    if (*entered == SUCCESS && atomic_fetch_sub(&self.calls, 1) == 1)
-        wake(&self.calls);
+    if (*entered == SUCCESS && atomic_fetch_sub(&self.calls, 1) == 1 &&
+        self.state != RUNNING)
+        ring_bell(); /* for the lock that waits */
 }
 
-static void set_state(enum state state)
+void set_state(enum state state)
 {
     self.state = state;
     wake(&self.state);
-}
-
-/* Transitions, each in the restore thread */
-
-static CUresult lock_process(uint32_t timeout_ms)
-{
-    uint64_t deadline =
-        timeout_ms ? now_ns() + timeout_ms * UINT64_C(1000000) : UINT64_MAX;
-
-    if (self.state != RUNNING)
-        return ILLEGAL_STATE;
-    set_state(LOCKED);
-    for (;;) {
-        uint64_t now = now_ns(), busy_until = self.busy_until, until = deadline;
-        int calls = self.calls;
-
-        if (calls == 0 && busy_until <= now)
-            return SUCCESS;
-        if (deadline <= now) {
-            set_state(RUNNING);
-            return NOT_READY;
-        }
-        if (calls == 0 && busy_until < until)
-            until = busy_until;
-        wait_while(&self.calls, calls,
-                   until == UINT64_MAX ? UINT64_MAX : until - now);
-    }
-}
-
-static void release_device_memory(CUdevice device)
-{
-    struct arena *arena = own_arena(device);
-
-    if (ftruncate(arena->file, 0) != 0)
-        lost = true;
-    self.slot->used_bytes[self.gpu_of_device[device]] = 0;
-}
-
-static bool copy_out(const struct arena *arena, char *image)
-{
-    off_t at = 0, end;
-
-    /* Only what has been written: the rest of the file is a hole. */
-    while (at < (off_t)arena->extent &&
-           (at = lseek(arena->file, at, SEEK_DATA)) >= 0) {
-        end = lseek(arena->file, at, SEEK_HOLE);
-        if (end > (off_t)arena->extent)
-            end = (off_t)arena->extent;
-        while (at < end) {
-            ssize_t got = pread(arena->file, image + at, (size_t)(end - at), at);
-
-            if (got <= 0)
-                return false;
-            memset(written(arena, image) + at / CHUNK, 1,
-                   (size_t)((at + got - 1) / CHUNK - at / CHUNK + 1));
-            at += got;
-        }
-    }
-    return at >= 0 || errno == ENXIO;
-}
-
-static bool copy_back(const struct arena *arena, char *image)
-{
-    for (uint64_t at = 0; at < arena->extent; at += CHUNK)
-        for (size_t done = 0; written(arena, image)[at / CHUNK] && done < CHUNK;) {
-            ssize_t put = pwrite(arena->file, image + at + done, CHUNK - done,
-                                 (off_t)(at + done));
-
-            if (put <= 0)
-                return false;
-            done += (size_t)put;
-        }
-    return true;
-}
-
-static bool make_image(CUdevice device)
-{
-    const struct arena *arena = own_arena(device);
-    void *memory;
-
-    images[device].memory = NULL;
-    images[device].size = arena->extent + arena->extent / CHUNK;
-    if (!arena->extent)
-        return true;
-    memory = mmap(NULL, images[device].size, PROT_READ | PROT_WRITE,
-                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED)
-        return false;
-    images[device].memory = memory;
-    return copy_out(arena, memory);
-}
-
-static void drop_image(CUdevice device)
-{
-    if (images[device].memory)
-        munmap(images[device].memory, images[device].size);
-    images[device].memory = NULL;
-}
-
-static CUresult checkpoint_to_host(void)
-{
-    bool made = true;
-
-    for (CUdevice device = 0; made && own_arena(device); device++)
-        made = make_image(device);
-    for (CUdevice device = 0; own_arena(device); device++) {
-        if (made)
-            release_device_memory(device);
-        else /* no room: the process stays as it was */
-            drop_image(device);
-    }
-    return made ? SUCCESS : OUT_OF_MEMORY;
-}
-
-static void offer_regions(struct answer *answer)
-{
-    for (CUdevice device = 0; own_arena(device); device++) {
-        const struct arena *arena = own_arena(device);
-
-        if (!arena->extent)
-            continue;
-        answer->regions[answer->region_count].gpu = self.gpu_of_device[device];
-        answer->regions[answer->region_count].file = arena->file;
-        answer->regions[answer->region_count].size = arena->extent;
-        answer->region_count++;
-    }
-}
-
-static bool has_contexts(uint32_t retained, const unsigned gpu_of[])
-{
-    for (CUdevice device = 0; own_arena(device); device++)
-        if (own_arena(device)->extent &&
-            !(retained >> gpu_of[self.gpu_of_device[device]] & 1))
-            return false;
-    return true;
-}
-
-static CUresult checkpoint_process(const struct request *request,
-                                   struct answer *answer)
-{
-    unsigned same[MAX_GPUS];
-    CUresult result = SUCCESS;
-
-    for (unsigned gpu = 0; gpu < MAX_GPUS; gpu++)
-        same[gpu] = gpu;
-    if (self.state != LOCKED)
-        return ILLEGAL_STATE;
-    if (self.managed)
-        return NOT_SUPPORTED;
-    if (request->custom_storage && !has_contexts(request->retained, same))
-        return INVALID_CONTEXT;
-    if (request->custom_storage)
-        offer_regions(answer);
-    else
-        result = checkpoint_to_host();
-    if (result != SUCCESS)
-        return result;
-    in_custom_storage = request->custom_storage;
-    answer->number = ++operation_number;
-    set_state(request->custom_storage ? CHECKPOINTING : CHECKPOINTED);
-    return SUCCESS;
-}
-
-/* Every GPU of the machine must be named, once on each side. */
-static CUresult read_pairs(const struct request *request, unsigned new_gpu[])
-{
-    const struct machine *machine = the_machine();
-    uint32_t old_seen = 0, new_seen = 0;
-
-    for (unsigned gpu = 0; gpu < machine->gpu_count; gpu++)
-        new_gpu[gpu] = gpu;
-    if (request->pair_count == 0)
-        return SUCCESS;
-    for (uint32_t i = 0; i < request->pair_count; i++) {
-        int old = find_gpu(&request->pairs[i].old_uuid);
-        int new = find_gpu(&request->pairs[i].new_uuid);
-
-        if (old < 0 || new < 0 || old_seen >> old & 1 || new_seen >> new & 1)
-            return INVALID_VALUE;
-        old_seen |= UINT32_C(1) << old;
-        new_seen |= UINT32_C(1) << new;
-        new_gpu[old] = (unsigned)new;
-    }
-    return request->pair_count == machine->gpu_count ? SUCCESS : INVALID_VALUE;
-}
-
-static CUresult charge_all(const unsigned new_gpu[])
-{
-    CUdevice device;
-
-    for (device = 0; own_arena(device); device++) {
-        unsigned gpu = new_gpu[self.gpu_of_device[device]];
-
-        if (!charge(self.slot, gpu, own_arena(device)->allocated))
-            break;
-    }
-    if (!own_arena(device))
-        return SUCCESS;
-    while (device-- > 0)
-        self.slot->used_bytes[new_gpu[self.gpu_of_device[device]]] = 0;
-    return OUT_OF_MEMORY;
-}
-
-static bool bring_back(CUdevice device)
-{
-    const struct arena *arena = own_arena(device);
-    bool back = ftruncate(arena->file, (off_t)arena->extent) == 0;
-
-    if (images[device].memory)
-        back = back && copy_back(arena, images[device].memory);
-    drop_image(device);
-    return back;
-}
-
-static CUresult restore_process(const struct request *request,
-                                struct answer *answer)
-{
-    unsigned new_gpu[MAX_GPUS];
-    CUresult result;
-
-    if (self.state != CHECKPOINTED)
-        return ILLEGAL_STATE;
-    if (lost)
-        return OPERATING_SYSTEM;
-    result = read_pairs(request, new_gpu);
-    if (result == SUCCESS && request->custom_storage != in_custom_storage)
-        result = INVALID_VALUE;
-    if (result == SUCCESS && request->custom_storage &&
-        !has_contexts(request->retained, new_gpu))
-        result = INVALID_CONTEXT;
-    if (result != SUCCESS)
-        return result;
-    if (charge_all(new_gpu) != SUCCESS) {
-        lost = true;
-        return OUT_OF_MEMORY;
-    }
-    for (CUdevice device = 0; own_arena(device); device++) {
-        self.gpu_of_device[device] = new_gpu[self.gpu_of_device[device]];
-        lost = !bring_back(device) || lost;
-    }
-    if (lost)
-        return OUT_OF_MEMORY;
-    if (request->custom_storage)
-        offer_regions(answer);
-    answer->number = ++operation_number;
-    set_state(request->custom_storage ? RESTORING : LOCKED);
-    return SUCCESS;
-}
-
-/* To complete an operation leads on, to cancel it leads back. One of the two states
- * keeps the memory in place and becomes LOCKED; the other gives it up. */
-static CUresult end_operation(uint32_t number, enum state keeping_memory)
-{
-    if (number != operation_number ||
-        (self.state != CHECKPOINTING && self.state != RESTORING))
-        return ILLEGAL_STATE;
-    if (self.state == (int)keeping_memory) {
-        set_state(LOCKED);
-        return SUCCESS;
-    }
-    for (CUdevice device = 0; own_arena(device); device++)
-        release_device_memory(device);
-    set_state(CHECKPOINTED);
-    return SUCCESS;
-}
-
-static CUresult unlock_process(void)
-{
-    if (self.state != LOCKED)
-        return ILLEGAL_STATE;
-    set_state(RUNNING);
-    return SUCCESS;
-}
-
-static void carry_out(const struct request *request, struct answer *answer)
-{
-    switch (request->operation) {
-    case GET_STATE:
-        answer->value = self.state;
-        break;
-    case GET_RESTORE_THREAD_ID:
-        answer->value = restore_thread_id;
-        break;
-    case LOCK:
-        answer->result = lock_process(request->timeout_ms);
-        break;
-    case CHECKPOINT:
-        answer->result = checkpoint_process(request, answer);
-        break;
-    case RESTORE:
-        answer->result = restore_process(request, answer);
-        break;
-    case UNLOCK:
-        answer->result = unlock_process();
-        break;
-    case COMPLETE:
-        answer->result = end_operation(request->number, RESTORING);
-        break;
-    case CANCEL:
-        answer->result = end_operation(request->number, CHECKPOINTING);
-        break;
-    }
 }
 
 /* False if this process has ended meanwhile and answers nobody any more. */
@@ -412,8 +115,8 @@ static bool serve(const struct request *request, struct answer *answer)
     getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &caller, &length);
     fate = suffer_faults(operation, number, BEFORE, caller.pid, listener,
                          &answer->result);
-    if (fate == DECIDED && operation == RESTORE && self.state == CHECKPOINTED)
-        lost = lost || answer->result == OUT_OF_MEMORY; /* as if it were true */
+    if (fate == DECIDED && operation == RESTORE && answer->result == OUT_OF_MEMORY)
+        lose_process(); /* as if it were true */
     if (fate == SPARED) {
         carry_out(request, answer);
         fate = suffer_faults(operation, number, AFTER, caller.pid, listener,
@@ -568,16 +271,17 @@ void end_process(void)
     close(listener);
     listener = -1;
     restore_thread_id = 0;
-    for (CUdevice device = 0; own_arena(device); device++)
-        drop_image(device);
-    drop_arenas();
+    forget_transitions();
     forget_streams();
+    forget_events();
+    forget_pinned();
+    close_imports();
+    drop_arenas();
+    reset_contexts();
     self.slot->owner = 0;
     self.initialized = 0;
     self.managed = 0;
-    self.busy_until = 0;
     self.machines++;
-    lost = false;
     set_state(RUNNING);
 }
 

@@ -2,11 +2,19 @@
  *
  * machine.c, machine.h  the machine that several processes share: GPUs, their users
  * process.c   this process as a target: its gate and its restore thread
- * memory.c    device memory: allocation, addresses, copies
- * device.c    devices and contexts
- * stream.c    streams, events, and the one kernel there is
+ * transition.c  what the restore thread does to the process
  * checkpoint.c  the checkpoint calls, as a caller makes them
  * fault.c     what is to go wrong, and at which of these calls
+ * device.c    devices
+ * context.c   contexts, and the current one of each thread
+ * memory.c    device memory: addresses and allocation
+ * host.c      pinned host memory
+ * copy.c      copies and fills
+ * ipc.c       device memory of other processes
+ * queue.c     streams as queues of work
+ * stream.c    streams and stream capture, as an API
+ * event.c     events
+ * kernel.c    the one kernel there is
  * symbols.c   names of results and functions
  *
  * A transition (checkpoint, restore ...) runs in the target's restore thread,
@@ -19,6 +27,7 @@
 #include "machine.h"
 
 #include <stddef.h>
+#include <sys/types.h>
 
 /* The real library has each function under its plain name as well. */
 #define PLAIN(name, versioned)                                  \
@@ -39,7 +48,14 @@ enum {
     ILLEGAL_STATE = 401,
     NOT_FOUND = 500,
     NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700,
+    CONTEXT_IS_DESTROYED = 709,
+    HOST_MEMORY_ALREADY_REGISTERED = 712,
+    HOST_MEMORY_NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801,
+    STREAM_CAPTURE_UNSUPPORTED = 900,
+    STREAM_CAPTURE_INVALIDATED = 901,
+    CAPTURED_EVENT = 907,
 };
 
 enum state { RUNNING, LOCKED, CHECKPOINTED, FAILED, CHECKPOINTING, RESTORING };
@@ -57,8 +73,10 @@ struct self {
     atomic_int initialized;
     atomic_int state;
     atomic_int calls;             /* API calls under way */
-    _Atomic uint64_t busy_until;  /* when the last kernel ends, ns */
+    atomic_int pending;           /* pieces of work in streams */
     atomic_int managed;           /* allocations of managed memory */
+    atomic_int imported;          /* allocations of other processes */
+    atomic_int contexts[MAX_GPUS]; /* how many on each device */
     atomic_uint machines;         /* how many this process has left */
     struct slot *slot;
     unsigned gpu_of_device[MAX_GPUS];
@@ -70,7 +88,7 @@ CUresult start_process(void);
 void end_process(void);
 void leave(const int *entered);
 int enter(void);
-uint64_t now_ns(void);
+void set_state(enum state state);
 
 /* At the head of an API call: wait while this process is locked. */
 #define ENTER                                                            \
@@ -78,7 +96,30 @@ uint64_t now_ns(void);
     if (entered != SUCCESS)                                              \
         return entered
 
+/* Waiting, without a lock: whoever changes what others wait for rings the bell.
+ * Read it, look whether to wait, and then wait for the next ring. */
+int bell(void);
+void ring_bell(void);
+void wait_for_ring(int since, uint64_t until_ns); /* UINT64_MAX: for ever */
+uint64_t now_ns(void);
+
+/* transition.c */
+
+struct request;
+struct answer;
+
+void carry_out(const struct request *request, struct answer *answer);
+void lose_process(void);
+void forget_transitions(void);
+
 /* memory.c */
+
+struct allocation {
+    uint64_t first, chunks;
+    size_t size; /* as it was asked for */
+    CUcontext context;
+    bool managed;
+};
 
 /* Device memory of one GPU: a file, and addresses that stand for it. */
 struct arena {
@@ -87,8 +128,21 @@ struct arena {
     uint64_t extent; /* of the file, up to the last allocation's end */
     uint64_t allocated; /* bytes of it that are */
     int file;
-    unsigned char *used; /* one for each chunk; see memory.c */
+    struct allocation **of_chunk; /* NULL: of another process, in one piece */
+    atomic_int users; /* copies under way */
+    /* Of another process, which has checkpointed this one's content away once it
+     * has been checkpointed more often: */
+    off_t file_offset;
+    const struct slot *exporter; /* NULL: handed out by custom storage */
+    uint64_t owner, checkpoints;
     struct arena *next;
+};
+
+/* What an address stands for; of ordinary host memory, `arena` is NULL. */
+struct place {
+    struct arena *arena;
+    char *host;
+    off_t offset;
 };
 
 enum { CHUNK = 2 << 20 };
@@ -98,22 +152,101 @@ CUresult make_arenas(void);
 void drop_arenas(void);
 struct arena *map_foreign(const char *path, uint64_t size);
 void unmap_foreign(struct arena *arena);
+CUresult allocate(CUcontext context, size_t size, bool managed,
+                  CUdeviceptr *pointer);
+CUresult release(CUdeviceptr pointer);
+void release_all_of(CUcontext context);
+bool describe_allocation(CUdeviceptr pointer, CUdeviceptr *base, CUdevice *device,
+                         struct allocation *allocation);
+bool take_place(CUdeviceptr pointer, size_t size, struct place *place);
+void leave_place(const struct place *place);
 
-/* device.c */
+/* host.c */
 
+bool is_pinned(CUdeviceptr pointer, size_t size);
+void forget_pinned(void);
+
+/* copy.c */
+
+CUresult copy_now(CUdeviceptr to, bool to_device, CUdeviceptr from,
+                  bool from_device, size_t size);
+
+/* ipc.c */
+
+void close_imports(void);
+
+/* context.c */
+
+CUresult need_context(CUcontext *context);
+CUresult check_context(CUcontext context);
+CUresult fail_context(CUcontext context, CUresult result);
 CUcontext primary_context(CUdevice device);
 void reset_contexts(void);
 uint32_t retained_gpus(void);
 CUdevice device_of(CUcontext context);
-CUcontext current_context(void);
 CUresult valid_device(CUdevice device);
 
-/* stream.c */
+/* queue.c */
 
-CUresult make_stream(CUcontext context, CUstream *stream);
-void free_stream(CUstream stream);
+/* A piece of work in a stream. */
+struct work {
+    CUresult (*run)(const struct work *work); /* NULL: it only takes time */
+    uint64_t duration_ns;
+    bool lingers;      /* it is not done before somebody waits for it */
+    uint64_t after, after_number; /* not before that one of another stream */
+    CUevent event;     /* it is a record of this one */
+    CUdeviceptr to, from;
+    bool to_device, from_device;
+    size_t size;
+    unsigned char pattern[4]; /* of a fill */
+    size_t width;             /* of the pattern */
+    void *staged;             /* copied from here rather, and freed */
+    uint64_t number, added_at, started_at; /* kept by the queue */
+    struct work *next;
+};
+
+enum capture_mode { CAPTURE_GLOBAL, CAPTURE_OF_THREAD, CAPTURE_RELAXED };
+enum capture { NO_CAPTURE, CAPTURING, INVALIDATED };
+
+struct stream {
+    uint64_t id;
+    CUcontext context;
+    unsigned flags;
+    int priority;
+    enum capture capture;
+    enum capture_mode capture_mode;
+    int capturing_thread;
+    bool is_default, is_destroyed, has_thread;
+    uint64_t added, done, wanted; /* pieces of work: how many; 1 to `wanted` hurry */
+    struct work *first, *last;
+    struct stream *next;
+};
+
+enum { NON_BLOCKING = 1 };
+
+CUresult make_stream(CUcontext context, unsigned flags, int priority,
+                     CUstream *stream);
+CUresult destroy_stream(CUstream stream);
+void destroy_streams_of(CUcontext context);
 void forget_streams(void);
-CUresult wait_for_stream(CUstream stream);
+CUresult add_work(CUstream handle, const struct work *work);
+CUresult add_to(CUstream stream, const struct work *work); /* locked */
+CUresult wait_for_stream(CUstream handle);
+CUresult wait_for_context(CUcontext context);
+CUresult wait_for_blocking_streams(CUcontext context);
+CUresult refuse_capture(CUstream stream); /* locked */
+void spoil_capture(uint64_t stream);
+CUresult refuse_while_capturing(CUcontext context, bool relaxed_too);
+void wait_for_work(uint64_t stream, uint64_t number);
+bool is_done(uint64_t stream, uint64_t number);
+/* With the streams locked: the stream of a handle, or NULL. */
+CUstream lock_stream(CUstream handle, CUresult *problem);
+void unlock_streams(void);
+
+/* event.c */
+
+void forget_events(void);
+void happen(CUevent event);
 
 /* fault.c */
 
@@ -142,6 +275,7 @@ struct gpu_pair {
 struct request {
     enum operation operation;
     uint32_t timeout_ms;     /* LOCK */
+    bool initialized;        /* RESTORE: the caller has called cuInit */
     bool custom_storage;     /* CHECKPOINT, RESTORE */
     uint32_t retained;       /* GPUs of which the caller has the context */
     uint32_t pair_count;     /* RESTORE */

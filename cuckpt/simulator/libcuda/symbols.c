@@ -23,7 +23,21 @@ static const struct {
      "the operation cannot be performed in the present state"},
     {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
+    {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS",
+     "an illegal memory access was encountered"},
+    {CONTEXT_IS_DESTROYED, "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+     "context is destroyed"},
+    {HOST_MEMORY_ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+     "part or all of the requested memory range is already mapped"},
+    {HOST_MEMORY_NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
+     "pointer does not correspond to a registered memory region"},
     {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+     "operation not permitted when stream is capturing"},
+    {STREAM_CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+     "operation failed due to a previous error during capture"},
+    {CAPTURED_EVENT, "CUDA_ERROR_CAPTURED_EVENT",
+     "operation not permitted on an event last recorded in a capturing stream"},
 };
 
 static const char *look_up(CUresult result, bool name)
@@ -68,6 +82,7 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
     F(cuDeviceGetAttribute, 2000, cuDeviceGetAttribute) \
     F(cuDevicePrimaryCtxRetain, 7000, cuDevicePrimaryCtxRetain) \
     F(cuDevicePrimaryCtxRelease, 11000, cuDevicePrimaryCtxRelease_v2) \
+    F(cuDevicePrimaryCtxReset, 11000, cuDevicePrimaryCtxReset_v2) \
     F(cuDevicePrimaryCtxGetState, 7000, cuDevicePrimaryCtxGetState) \
     F(cuDevicePrimaryCtxSetFlags, 11000, cuDevicePrimaryCtxSetFlags_v2) \
     F(cuCtxCreate, 3020, cuCtxCreate_v2) \
@@ -93,6 +108,10 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
     F(cuMemHostRegister, 6050, cuMemHostRegister_v2) \
     F(cuMemHostUnregister, 4000, cuMemHostUnregister) \
     F(cuMemHostGetDevicePointer, 3020, cuMemHostGetDevicePointer_v2) \
+    F(cuMemHostGetFlags, 2030, cuMemHostGetFlags) \
+    F(cuIpcGetMemHandle, 4010, cuIpcGetMemHandle) \
+    F(cuIpcOpenMemHandle, 11000, cuIpcOpenMemHandle_v2) \
+    F(cuIpcCloseMemHandle, 4010, cuIpcCloseMemHandle) \
     F(cuMemcpyHtoD, 3020, cuMemcpyHtoD_v2) \
     F(cuMemcpyDtoH, 3020, cuMemcpyDtoH_v2) \
     F(cuMemcpyDtoD, 3020, cuMemcpyDtoD_v2) \
@@ -118,10 +137,16 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
     F(cuStreamGetDevice, 12080, cuStreamGetDevice) \
     F(cuStreamGetFlags, 5050, cuStreamGetFlags) \
     F(cuStreamGetPriority, 5050, cuStreamGetPriority) \
+    F(cuStreamGetId, 12000, cuStreamGetId) \
+    F(cuStreamIsCapturing, 10000, cuStreamIsCapturing) \
+    F(cuStreamBeginCapture, 10010, cuStreamBeginCapture_v2) \
+    F(cuStreamEndCapture, 10000, cuStreamEndCapture) \
+    F(cuGraphDestroy, 10000, cuGraphDestroy) \
     F(cuCtxSynchronize, 2000, cuCtxSynchronize) \
     F(cuEventCreate, 2000, cuEventCreate) \
     F(cuEventDestroy, 4000, cuEventDestroy_v2) \
     F(cuEventRecord, 2000, cuEventRecord) \
+    F(cuEventRecordWithFlags, 11010, cuEventRecordWithFlags) \
     F(cuEventSynchronize, 2000, cuEventSynchronize) \
     F(cuEventQuery, 2000, cuEventQuery) \
     F(cuEventElapsedTime, 12080, cuEventElapsedTime_v2) \
