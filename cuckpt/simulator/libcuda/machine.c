@@ -40,7 +40,8 @@ static struct machine *map_machine(int file)
     return memory;
 }
 
-const char *enter_machine(void)
+/* NULL, or why there is none. */
+static const char *enter_machine(void)
 {
     const char *path = getenv("CUCKPT_SIMULATOR");
     int file;
@@ -55,7 +56,7 @@ const char *enter_machine(void)
     return machine ? NULL : "names no machine of this version of cuckpt";
 }
 
-/* The driver can only answer that there is no GPU. */
+/* The libraries can only answer that there is no GPU, or no driver. */
 static void open_first_machine(void)
 {
     const char *reason = enter_machine();
@@ -71,11 +72,15 @@ struct machine *the_machine(void)
     return machine;
 }
 
-void leave_machine(void)
+/* To the one that CUCKPT_SIMULATOR names now. False if it names none, of which
+ * only the first time a word is said: later the program did it itself. */
+bool change_machine(void)
 {
+    the_machine();
     if (machine)
         munmap(machine, sizeof *machine);
     machine = NULL;
+    return enter_machine() == NULL;
 }
 
 unsigned long machine_number(void)
@@ -83,7 +88,7 @@ unsigned long machine_number(void)
     return number;
 }
 
-static bool read_file(const char *path, char *buffer, size_t size)
+bool read_file(const char *path, char *buffer, size_t size)
 {
     int file = open(path, O_RDONLY | O_CLOEXEC);
     ssize_t length;

@@ -4,9 +4,15 @@
 
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #define EXPORT __attribute__((visibility("default")))
+
+/* The real libraries have functions under several names. */
+#define PLAIN(name, versioned)                                  \
+    extern __typeof__(versioned) name                           \
+        __attribute__((alias(#versioned), visibility("default")))
 
 typedef struct {
     unsigned char bytes[16];
@@ -38,7 +44,7 @@ struct machine {
     struct gpu {
         CUuuid uuid;
         uint64_t memory_bytes;
-        uint32_t flags; /* enum gpu_flags */
+        _Atomic uint32_t flags; /* enum gpu_flags */
         char name[60];
     } gpus[MAX_GPUS];
     _Atomic uint64_t fault_count; /* grows when one is added later */
@@ -68,9 +74,9 @@ struct process_facts {
 };
 
 struct machine *the_machine(void); /* NULL if there is none */
-const char *enter_machine(void);   /* NULL, or why there is none */
-void leave_machine(void);
+bool change_machine(void);
 unsigned long machine_number(void);
+bool read_file(const char *path, char *buffer, size_t size);
 bool look_up_process(int pid, struct process_facts *facts);
 struct slot *take_slot(int restore_thread);
 bool is_alive(uint64_t owner);

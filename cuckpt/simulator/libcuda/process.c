@@ -289,8 +289,6 @@ void end_process(void)
  * that uses one machine after the other. None of its threads may be in a call. */
 EXPORT bool cuckpt_simulator_change_machine(void)
 {
-    the_machine();
     end_process();
-    leave_machine();
-    return enter_machine() == NULL;
+    return change_machine();
 }

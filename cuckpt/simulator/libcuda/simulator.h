@@ -29,11 +29,6 @@
 #include <stddef.h>
 #include <sys/types.h>
 
-/* The real library has each function under its plain name as well. */
-#define PLAIN(name, versioned)                                  \
-    extern __typeof__(versioned) name                           \
-        __attribute__((alias(#versioned), visibility("default")))
-
 enum {
     SUCCESS = 0,
     INVALID_VALUE = 1,
