@@ -16,23 +16,28 @@ DIRECTIVES = {
     "freethreading_compatible": True,  # see "Threads" in CONTRIBUTING.md
 }
 
-SIMULATOR = Extension(
-    "cuckpt.simulator.libcuda",
-    sorted(glob("cuckpt/simulator/libcuda/*.c")),
-    depends=glob("cuckpt/simulator/libcuda/*.h"),
-    extra_compile_args=["-std=gnu11", "-fvisibility=hidden"],
-    extra_link_args=["-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"],
-    libraries=["pthread"],
-)
+
+def simulated(name, sources):
+    """Return one of the libraries that a simulated machine has."""
+    return Extension(
+        f"cuckpt.simulator.{name}",
+        sources,
+        include_dirs=["cuckpt/simulator/libcuda"],
+        depends=glob("cuckpt/simulator/libcuda/*.h"),
+        extra_compile_args=["-std=gnu11", "-fvisibility=hidden"],
+        extra_link_args=[f"-Wl,-soname,{name}.so.1", "-Wl,-Bsymbolic"],
+        libraries=["pthread"],
+    )
 
 
 class BuildExtensions(build_ext):
-    """Builds the simulated driver under the name that programs look for."""
+    """Builds simulated libraries under the names that programs look for."""
 
     def get_ext_filename(self, fullname):
         """Return the file of an extension: libcuda.so.1 is no module."""
-        if fullname.rpartition(".")[2] == "libcuda":
-            return path.join(*fullname.split(".")[:-1], "libcuda.so.1")
+        *packages, name = fullname.split(".")
+        if name.startswith("lib"):
+            return path.join(*packages, f"{name}.so.1")
         return super().get_ext_filename(fullname)
 
 
@@ -51,6 +56,13 @@ setup(
             build_dir="build",  # for the generated C
             compiler_directives=DIRECTIVES,
         ),
-        SIMULATOR,
+        simulated("libcuda", sorted(glob("cuckpt/simulator/libcuda/*.c"))),
+        simulated(
+            "libnvidia-ml",
+            [
+                "cuckpt/simulator/libcuda/machine.c",
+                "cuckpt/simulator/libnvidia_ml/nvml.c",
+            ],
+        ),
     ],
 )

@@ -14,6 +14,7 @@ from cuckpt.simulator.fault import MAX_FAULTS, Fault
 from cuckpt.simulator.gpu import DEFAULT_MEMORY_BYTES, MAX_GPUS, Gpu
 
 LIBRARY = Path(__file__).parent / "libcuda.so.1"
+NVML_LIBRARY = LIBRARY.with_name("libnvidia-ml.so.1")
 DEFAULT_DRIVER_VERSION = 13050
 
 # As in libcuda/machine.h: what is known at the start, and what is counted.
@@ -114,6 +115,9 @@ class Machine:
             # Once the environment is as before, this process leaves the machine.
             exit_stack.callback(library.cuckpt_simulator_change_machine)
             exit_stack.enter_context(_environment(variables))
+            # From now on this process finds NVML by its name, unless it has another
+            # already, which then stays the one.
+            ctypes.CDLL(str(NVML_LIBRARY))
             if not library.cuckpt_simulator_change_machine():
                 raise SimulatorError("the simulated driver refuses its machine")
             self._exit = exit_stack.pop_all()
