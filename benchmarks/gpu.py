@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from case import Case
 from native import build
 
+from cuckpt.target import Target
+
 GIB = 1 << 30
 ROUNDS_BY_GIB = {0: 5, 1: 5, 4: 3, 16: 2}
 PROCESSES_AT_ONCE = [1, 2, 4, 8]
@@ -63,17 +65,17 @@ def compile_all(folder):
 
 def cases(context):
     """Yield calls that tell, calls that lock, and checkpoints."""
-    with target() as pid:
+    with started() as pid:
         yield from _calls(context, pid)
     for gib, rounds in ROUNDS_BY_GIB.items():
         size = gib * GIB
         if context.quick and gib > 1:
             continue
-        with target(size) as pid:
+        with started(size) as pid:
             yield from _transitions(context, f"{gib} GiB", [pid], rounds)
     for count in PROCESSES_AT_ONCE[: 2 if context.quick else None]:
         with contextlib.ExitStack() as stack:
-            pids = [stack.enter_context(target(GIB)) for _ in range(count)]
+            pids = [stack.enter_context(started(GIB)) for _ in range(count)]
             name = f"{count} x 1 GiB at once"
             yield from _transitions(context, name, pids, rounds=3)
 
@@ -147,20 +149,12 @@ def _by_module(module):
 
 
 @contextlib.contextmanager
-def target(size=0):
+def started(size=0):
     """Start a process with a context, and GPU memory if asked; yield its pid."""
-    command = [sys.executable, "-P", "-m", "cuckpt.target"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            for line in ["start"] + [f"take {size}"] * bool(size):
-                print(line, file=process.stdin, flush=True)
-                if not process.stdout.readline():
-                    sys.exit(f"the target ended at {line!r}")
-            yield process.pid
-        finally:
-            process.kill()
+    with Target() as target:
+        if size:
+            target.ask(f"take {size}")
+        yield target.pid
 
 
 def gpu_name(driver):

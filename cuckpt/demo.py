@@ -10,10 +10,11 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import IO, Any, TypeAlias
 
 from cuckpt import driver, simulator
+from cuckpt.target import Target
 
 _Region: TypeAlias = driver.CheckpointCustomStoragePerDeviceData
 
@@ -58,7 +59,9 @@ def main(memory_bytes: int) -> int:
             _say(f"On a real GPU, with {driver.library_path()}.")
         print()
         try:
-            demo = stack.enter_context(_Demo.started(memory_bytes))
+            # Time enough for a slow machine with much memory.
+            target = stack.enter_context(Target(timeout_s=60 + memory_bytes / 1e8))
+            demo = _Demo(target, memory_bytes)
             demo.through_host_memory()
             demo.through_a_file()
         except BrokenPipeError:
@@ -91,7 +94,7 @@ def _probe() -> str:
 class _Demo:
     """A target and what is done to it."""
 
-    def __init__(self, target: "subprocess.Popen[str]", memory_bytes: int) -> None:
+    def __init__(self, target: Target, memory_bytes: int) -> None:
         self.target = target
         self.memory_bytes = memory_bytes
         self.cuda = ctypes.CDLL(driver.library_path())
@@ -99,22 +102,9 @@ class _Demo:
         self.context = driver.device_primary_ctx_retain(0)
         self.call("cuCtxSetCurrent", ctypes.c_void_p(self.context))
 
-    @classmethod
-    @contextlib.contextmanager
-    def started(cls, memory_bytes: int) -> Iterator["_Demo"]:
-        """Start the target; end it in any case."""
-        command = [sys.executable, "-P", "-m", "cuckpt.target"]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen(command, text=True, **pipes) as target:
-            try:
-                yield cls(target, memory_bytes)
-            finally:
-                target.kill()
-
     def through_host_memory(self) -> None:
         """Suspend and resume: the driver keeps the content in host memory."""
         pid = self.target.pid
-        self.ask("start")
         free, total = self.free_and_total()
         if free < self.memory_bytes:
             raise RuntimeError(
@@ -122,9 +112,9 @@ class _Demo:
                 "see --memory"
             )
         before = total - free
-        digest = self.step(
+        self.step(
             f"process {pid} fills {_mib(self.memory_bytes)} with random bytes",
-            lambda: self.ask(f"fill {self.memory_bytes}"),
+            lambda: self.target.ask(f"fill {self.memory_bytes}"),
         )
         filled = self.used_bytes()
         self.step("lock", lambda: driver.checkpoint_process_lock(pid, _TEN_SECONDS))
@@ -138,7 +128,7 @@ class _Demo:
             "restore, by UUID", lambda: driver.checkpoint_process_restore(pid, same)
         )
         self.step("unlock", lambda: driver.checkpoint_process_unlock(pid))
-        self.check(digest)
+        self.step("compare address and content", self.target.check)
 
     def through_a_file(self) -> None:
         """Suspend and resume once more: with custom storage, by a file."""
@@ -146,7 +136,6 @@ class _Demo:
             print("\nNot shown: custom storage, which needs driver 615 (CUDA 13.4).")
             return
         pid = self.target.pid
-        digest = self.ask("check")
         print("\nOnce more, through custom storage:\n")
         with tempfile.TemporaryFile() as file:
             save = driver.CheckpointCheckpointArgs(custom_storage=True)
@@ -164,7 +153,7 @@ class _Demo:
             self.step("copy from the file", lambda: self.load(places, file))
             self.step("complete", lambda: driver.checkpoint_operation_complete(load))
         self.step("unlock", lambda: driver.checkpoint_process_unlock(pid))
-        self.check(digest)
+        self.step("compare address and content", self.target.check)
 
     def save(self, regions: Iterable[_Region], file: IO[bytes]) -> None:
         """Copy GPU memory to a file."""
@@ -181,12 +170,6 @@ class _Demo:
             content = file.read(region.size)
             self.call("cuMemcpyHtoD_v2", ctypes.c_uint64(region.dev_ptr), content, size)
 
-    def check(self, expected: str) -> None:
-        """Compare address and content of the target's memory."""
-        found = self.step("compare address and content", lambda: self.ask("check"))
-        if found != expected:
-            raise RuntimeError(f"expected {expected}, found {found}")
-
     def free_and_total(self) -> tuple[int, int]:
         """Return how many bytes of GPU memory are free, and how many there are."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -197,17 +180,6 @@ class _Demo:
         """Return how much of the GPU's memory is in use, by whomever."""
         free, total = self.free_and_total()
         return total - free
-
-    def ask(self, command: str) -> str:
-        """Let the target obey a command; return its answer."""
-        assert self.target.stdin is not None
-        assert self.target.stdout is not None
-        self.target.stdin.write(command + "\n")
-        self.target.stdin.flush()
-        answer = self.target.stdout.readline().rstrip("\n")
-        if not answer:
-            raise RuntimeError(f"the target ended at the command {command!r}")
-        return answer
 
     def call(self, name: str, *arguments: object) -> None:
         """Call a function of the driver that cuckpt does not bind."""

@@ -18,17 +18,17 @@ SOURCE = Path(__file__).parent.parent / "examples/cython_scheduler"
 START = """
 import atexit, contextlib, subprocess, sys
 sys.path.insert(0, sys.argv[1])
-import run, scheduler
+import scheduler
 from cuckpt import driver
 from cuckpt.simulator import Machine
+from cuckpt.target import Target
 
 stack = contextlib.ExitStack()
 atexit.register(stack.close)
 stack.enter_context(Machine())
 
 def started():
-    target = stack.enter_context(run.started())
-    return target, run.fill(target, 1)
+    return stack.enter_context(Target({0: 1 << 20}))
 
 def failures(function, *pids, **options):
     try:
@@ -119,14 +119,14 @@ def test_a_driver_that_answers_not_found_is_believed(hook, scheduler):
 
 def test_suspend_of_no_cuda_process_raises_and_the_others_are_suspended(python, built):
     program = """
-target, content = started()
+target = started()
 other = stack.enter_context(subprocess.Popen(["sleep", "60"]))
 stack.callback(other.kill)
 print(failures(scheduler.suspend, target.pid, other.pid) == [
     ("NotInitializedError", "cuCheckpointProcessLock", other.pid)])
 print(state(target))
 scheduler.resume(target.pid)
-run.check(target, content)
+target.check()
 print(state(target))
 """
     printed = python(START + program, str(built), CUCKPT_LIBCUDA=None).stdout
@@ -135,15 +135,15 @@ print(state(target))
 
 def test_target_that_cannot_be_suspended_goes_on(python, built):
     program = """
-busy, _ = started()
-managed, content = started()
-run.ask(busy, "spin 3000")
-run.ask(managed, "manage")
+busy = started()
+managed = started()
+busy.ask("spin 3000")
+managed.ask("manage")
 print(failures(scheduler.suspend, busy.pid, managed.pid, timeout_ms=100) == [
     ("NotReadyError", "cuCheckpointProcessLock", busy.pid),
     ("NotSupportedError", "cuCheckpointProcessCheckpoint", managed.pid)])
 print(state(busy), state(managed))
-run.check(managed, content)
+managed.check()
 """
     printed = python(START + program, str(built), CUCKPT_LIBCUDA=None).stdout
     assert printed.splitlines() == ["True", "RUNNING RUNNING"]
@@ -151,11 +151,11 @@ run.check(managed, content)
 
 def test_resume_of_a_running_target_raises_and_changes_nothing(python, built):
     program = """
-target, content = started()
+target = started()
 print(failures(scheduler.resume, target.pid) == [
     ("IllegalStateError", "cuCheckpointProcessRestore", target.pid)])
 print(state(target))
-run.check(target, content)
+target.check()
 """
     printed = python(START + program, str(built), CUCKPT_LIBCUDA=None).stdout
     assert printed.splitlines() == ["True", "RUNNING"]

@@ -18,19 +18,11 @@ import math, os, signal, subprocess, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from cuckpt import driver
 from cuckpt.simulator import Fault, Machine
-
-def start():
-    command = [sys.executable, "-P", "-m", "cuckpt.target"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    target = subprocess.Popen(command, text=True, **pipes)
-    print("start", file=target.stdin, flush=True)
-    assert target.stdout.readline() == "started\\n"
-    return target
+from cuckpt.target import Target
 
 def end(*targets):
     for target in targets:
-        target.kill()
-        target.communicate()
+        target.end()
 
 def state(target):
     return driver.checkpoint_process_get_state(target.pid).name
@@ -60,7 +52,7 @@ def program(python):
 def test_error_before_leaves_the_state_and_happens_as_often_as_said(program):
     text = """
     with Machine(faults=[Fault("checkpoint", result=2, at=2, count=2)]):
-        one, two = start(), start()
+        one, two = Target(), Target()
         print(outcome("lock", one)[0], outcome("lock", two)[0])
         print(outcome("checkpoint", one)[0])
         print(outcome("checkpoint", two)[0], state(two))
@@ -80,7 +72,7 @@ def test_error_before_leaves_the_state_and_happens_as_often_as_said(program):
 def test_error_after_comes_although_the_thing_was_done(program):
     text = """
     with Machine(faults=[Fault("restore", result=999, when="after")]):
-        target = start()
+        target = Target()
         for call in "lock", "checkpoint", "restore":
             print(outcome(call, target)[0], state(target))
         end(target)
@@ -95,7 +87,7 @@ def test_error_after_comes_although_the_thing_was_done(program):
 def test_eight_checkpoints_with_a_delay_run_at_once(program):
     text = """
     with Machine(faults=[Fault("checkpoint", delay_s=0.5, count=8)]):
-        targets = [start() for _ in range(8)]
+        targets = [Target() for _ in range(8)]
         for target in targets:
             outcome("lock", target)
         begin = time.monotonic()
@@ -113,7 +105,7 @@ def test_eight_checkpoints_with_a_delay_run_at_once(program):
 def test_others_wait_for_a_delayed_checkpoint(program):
     text = """
     with Machine(faults=[Fault("checkpoint", delay_s=0.5)]):
-        target = start()
+        target = Target()
         outcome("lock", target)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(outcome, "checkpoint", target)
@@ -128,7 +120,7 @@ def test_others_wait_for_a_delayed_checkpoint(program):
 def test_hang_lasts_until_the_target_is_killed(program):
     text = """
     with Machine(faults=[Fault("checkpoint", delay_s=math.inf)]):
-        target = start()
+        target = Target()
         outcome("lock", target)
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(outcome, "checkpoint", target)
@@ -157,14 +149,14 @@ def test_process_whose_own_call_hangs_can_leave_the_machine(program):
 def test_target_is_killed(program, when):
     text = f"""
     with Machine(faults=[Fault("checkpoint", kill="target", when={when!r})]):
-        target = start()
+        target = Target()
         outcome("lock", target)
         print(outcome("checkpoint", target)[0])
         try:
             state(target)
         except driver.NotInitializedError as error:
             print("is a zombie" in str(error))
-        print(target.wait() == -signal.SIGKILL)
+        print(target.process.wait() == -signal.SIGKILL)
         end(target)
     """
     assert program(text).stdout == "OperatingSystemError\nTrue\nTrue\n"
@@ -189,7 +181,7 @@ def test_process_that_leaves_the_machine_meanwhile_answers_and_kills_nobody(prog
 def test_restore_that_runs_out_of_memory_loses_the_process(program):
     text = """
     with Machine(faults=[Fault("restore", result=driver.Result.ERROR_OUT_OF_MEMORY)]):
-        target = start()
+        target = Target()
         for call in "lock", "checkpoint", "restore", "restore", "unlock":
             print(outcome(call, target)[0])
         end(target)
@@ -207,7 +199,7 @@ def test_delays_add_up_and_the_last_result_counts(program):
     text = """
     first = Fault("lock", result=2, delay_s=0.2)
     with Machine(faults=[first, Fault("lock", result=3, delay_s=0.2)]):
-        target = start()
+        target = Target()
         result, took = outcome("lock", target)
         print(result, took >= 0.4)
         end(target)
@@ -219,7 +211,7 @@ def test_delays_add_up_and_the_last_result_counts(program):
 def test_caller_is_killed_and_the_target_carries_on(program, when):
     text = f"""
     with Machine(faults=[Fault("checkpoint", kill="caller", when={when!r})]):
-        target = start()
+        target = Target()
         outcome("lock", target)
         call = ("import sys; from cuckpt import driver; "
                 "driver.checkpoint_process_checkpoint(int(sys.argv[1]))")
@@ -233,7 +225,7 @@ def test_caller_is_killed_and_the_target_carries_on(program, when):
 def test_completion_can_fail_and_be_repeated(program):
     text = """
     with Machine(faults=[Fault("complete", result=900)]):
-        target = start()
+        target = Target()
         driver.init()
         driver.device_primary_ctx_retain(0)
         args = driver.CheckpointCheckpointArgs(custom_storage=True)
@@ -253,7 +245,7 @@ def test_completion_can_fail_and_be_repeated(program):
 def test_completion_ends_its_own_operation_only(program):
     text = """
     with Machine(faults=[Fault("complete", result=900, when="after")]):
-        target = start()
+        target = Target()
         driver.init()
         driver.device_primary_ctx_retain(0)
         save = driver.CheckpointCheckpointArgs(custom_storage=True)

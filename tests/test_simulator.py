@@ -24,22 +24,7 @@ PRELUDE = """
 import ctypes, os, subprocess, sys, time
 from cuckpt import driver
 from cuckpt.simulator import Machine, SimulatorError
-
-class Target:
-    def __init__(self, size=0):
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cuckpt.target"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.pid = self.process.pid
-        self.ask("start")
-        self.content = self.ask(f"fill {size}") if size else None
-    def ask(self, command):
-        self.process.stdin.write(command + "\\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline()
-    def end(self):
-        self.process.kill()
-        self.process.communicate()
+from cuckpt.target import Program, Target, TargetError
 
 def used(gpu=0):
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -191,10 +176,10 @@ def test_machine_runs_this_process_and_its_children(python):
                 driver.init()
                 assert driver.device_get_count() == count
                 assert str(driver.device_get_uuid_v2(0)) == str(machine.gpus[0])
-                target = Target(5 * MIB)
+                target = Target({0: 5 * MIB})
                 suspend(target.pid)
                 resume(target.pid)
-                print(target.ask("check") == target.content)
+                target.check()
                 target.end()
         print("CUCKPT_SIMULATOR" in os.environ)
         try:
@@ -203,7 +188,7 @@ def test_machine_runs_this_process_and_its_children(python):
             print("no machine any more")
         """,
     )
-    assert printed == "True\nTrue\nFalse\nno machine any more\n"
+    assert printed == "False\nno machine any more\n"
 
 
 def test_machine_refuses_a_second_one_and_another_driver(python):
@@ -283,41 +268,45 @@ def test_memory_is_shared_and_freed_by_a_checkpoint():
     printed = program(
         """
         driver.init()
-        target = Target(10 * MIB)
+        target = Target({0: 10 * MIB})
         filled = used()
         suspend(target.pid)
         print(filled, used())
         resume(target.pid)
-        print(used() == filled, target.ask("check") == target.content)
+        target.check()
+        print(used() == filled)
         target.end()
         print(used())
         """
     )
-    assert printed == f"{10 << 20} 0\nTrue True\n0\n"
+    assert printed == f"{10 << 20} 0\nTrue\n0\n"
 
 
 def test_memory_runs_out():
     printed = program(
         """
         driver.init()
-        first, second = Target(40 * MIB), Target()
-        print(repr(second.ask(f"fill {40 * MIB}")))
+        first, second = Target({0: 40 * MIB}), Target()
+        try:
+            second.ask(f"fill {40 * MIB}")
+        except TargetError as error:
+            print("OUT_OF_MEMORY" in str(error))
         second.end()
         first.end()
-        print(Target(40 * MIB).content is not None)
+        Target({0: 40 * MIB}).check()
         """,
         memory="64MiB",
     )
-    assert printed == "''\nTrue\n"
+    assert printed == "True\n"
 
 
 def test_restore_without_memory_loses_the_target():
     printed = program(
         """
         driver.init()
-        first = Target(40 * MIB)
+        first = Target({0: 40 * MIB})
         suspend(first.pid)
-        second = Target(40 * MIB)
+        second = Target({0: 40 * MIB})
         for attempt in "restore", "restore", "unlock":
             try:
                 getattr(driver, f"checkpoint_process_{attempt}")(first.pid)
@@ -336,7 +325,7 @@ def test_pairs_move_the_memory_to_another_gpu():
         f"""
         a, b = {UUIDS}
         driver.init()
-        target = Target(10 * MIB)
+        target = Target({{0: 10 * MIB}})
         print(used(0), used(1))
         suspend(target.pid)
         wrongs = [(a, b)], [(a, b), (b, b)], [(a, a), (a, b)], [(a, b), (b, bytes(16))]
@@ -346,11 +335,12 @@ def test_pairs_move_the_memory_to_another_gpu():
             except driver.InvalidValueError:
                 print("refused")
         resume(target.pid, driver.CheckpointRestoreArgs(gpu_pairs=[(a, b), (b, a)]))
-        print(used(0), used(1), target.ask("check") == target.content)
+        print(used(0), used(1))
+        target.check()
         """,
         gpus=2,
     )
-    assert printed == f"{10 << 20} 0\n" + "refused\n" * 4 + f"0 {10 << 20} True\n"
+    assert printed == f"{10 << 20} 0\n" + "refused\n" * 4 + f"0 {10 << 20}\n"
 
 
 def test_device_addresses_are_no_host_addresses():
@@ -433,7 +423,7 @@ def test_caller_waits_for_another_ones_turn():
     printed = program(
         """
         import threading
-        target = Target(MIB)
+        target = Target({0: MIB})
         target.ask("spin 700")
         lock = driver.checkpoint_process_lock
         locker = threading.Thread(target=lock, args=[target.pid])
@@ -451,7 +441,7 @@ def test_caller_waits_for_another_ones_turn():
 def test_target_finishes_when_its_caller_is_killed():
     printed = program(
         """
-        target = Target(MIB)
+        target = Target({0: MIB})
         target.ask("spin 600")
         caller = subprocess.Popen([sys.executable, "-P", "-c",
             f"from cuckpt import driver; driver.checkpoint_process_lock({target.pid})"])
@@ -460,16 +450,16 @@ def test_target_finishes_when_its_caller_is_killed():
         print(caller.wait())
         print(driver.checkpoint_process_get_state(target.pid).name)
         driver.checkpoint_process_unlock(target.pid)
-        print(target.ask("check") == target.content)
+        target.check()
         """
     )
-    assert printed == "-9\nLOCKED\nTrue\n"
+    assert printed == "-9\nLOCKED\n"
 
 
 def test_saver_killed_between_leaves_the_target_there():
     printed = program(
         """
-        target = Target(MIB)
+        target = Target({0: MIB})
         driver.checkpoint_process_lock(target.pid)
         saver = subprocess.run([sys.executable, "-P", "-c", f'''
         import os
@@ -491,7 +481,7 @@ def test_complete_refuses_a_handle_twice():
         """
         driver.init()
         driver.device_primary_ctx_retain(0)
-        target = Target(MIB)
+        target = Target({0: MIB})
         driver.checkpoint_process_lock(target.pid)
         args = driver.CheckpointCheckpointArgs(custom_storage=True)
         driver.checkpoint_process_checkpoint(target.pid, args)
@@ -552,7 +542,7 @@ def test_fifty_targets_suspend_and_resume_and_leave_nothing():
     printed = program(
         """
         driver.init()
-        targets = [Target(4 * MIB) for _ in range(50)]
+        targets = [Target({0: 4 * MIB}) for _ in range(50)]
         pids = [target.pid for target in targets]
         for pid in pids:
             driver.checkpoint_process_lock(pid)
@@ -561,22 +551,21 @@ def test_fifty_targets_suspend_and_resume_and_leave_nothing():
         print(used())
         for pid in pids:
             resume(pid)
-        print(all(target.ask("check") == target.content for target in targets))
-        for target in targets[::2]:
-            target.process.kill()
+        for target in targets:
+            target.check()
         for target in targets[::2]:
             target.end()
         print(used() // MIB)
         """,
         timeout=180,
     )
-    assert printed == "0\nTrue\n100\n"
+    assert printed == "0\n100\n"
 
 
 @pytest.mark.usefixtures("nothing_is_left")
 def test_killed_machine_leaves_nothing():
     code = """
-    targets = [Target(4 * MIB) for _ in range(3)]
+    targets = [Target({0: 4 * MIB}) for _ in range(3)]
     driver.checkpoint_process_lock(targets[0].pid)
     suspend(targets[1].pid)
     os.kill(os.getpid(), 9)
@@ -663,18 +652,18 @@ def test_demo_tells_that_custom_storage_needs_a_newer_driver():
 def test_demo_fails_if_the_memory_comes_back_changed():
     changing = """
     import sys
-    from cuckpt import demo, driver
-    real = driver.checkpoint_process_unlock
-    class Changed(demo._Demo):
-        def ask(self, command):
-            answer = super().ask(command)
+    from cuckpt import demo
+    class Changed(demo.Target):
+        def answer(self, timeout_s=None):
+            command = self._sent[0]
+            answer = super().answer(timeout_s)
             return answer + "0" if command == "check" else answer
-    demo._Demo = Changed
+    demo.Target = Changed
     sys.exit(demo.main(1 << 20))
     """
     result = simulate(sys.executable, "-P", "-c", textwrap.dedent(changing))
     assert result.returncode == 1
-    assert "FAILED: expected" in result.stdout
+    assert "has another content" in result.stdout
 
 
 # What went wrong once
@@ -684,7 +673,7 @@ def test_demo_fails_if_the_memory_comes_back_changed():
 ALLOCATING = '''
 CODE = """
 import ctypes, sys
-from cuckpt import target
+from cuckpt.target import __main__ as target
 target.start()
 cuda, u64, size = target._driver(), ctypes.c_uint64, ctypes.c_size_t
 held = {}
@@ -707,18 +696,12 @@ for line in sys.stdin:
 """
 
 def start(code):
-    return subprocess.Popen([sys.executable, "-P", "-c", code], text=True,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-def tell(process, line):
-    process.stdin.write(line + chr(10))
-    process.stdin.flush()
+    return Program("-c", code)
 
 def allocating():
     process = start(CODE)
     def ask(what, name, number=0):
-        tell(process, f"{what} {name} {number}")
-        return int(process.stdout.readline())
+        return int(process.ask(f"{what} {name} {number}"))
     return process, ask
 
 def copy(function, region, image):
@@ -854,7 +837,7 @@ def test_target_short_of_files_answers_when_it_has_some_again():
 import threading
 target = start("""
 import resource, sys
-from cuckpt import target
+from cuckpt.target import __main__ as target
 target.start()
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
@@ -863,7 +846,7 @@ sys.stdin.readline()
 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 sys.stdin.readline()
 """)
-target.stdout.readline()
+target.answer()
 states = []
 def get_state():
     states.append(driver.checkpoint_process_get_state(target.pid))
@@ -873,7 +856,7 @@ for asker in askers:
     asker.start()
 time.sleep(0.3)
 print(any(asker.is_alive() for asker in askers))
-tell(target, "go on")
+target.send("go on")
 for asker in askers:
     asker.join(30)
 print(len(states))
@@ -887,7 +870,7 @@ def test_storage_that_the_caller_cannot_map_leaves_the_target_as_it_was():
         ALLOCATING
         + """
 import resource
-target = Target(4 * MIB)
+target = Target({0: 4 * MIB})
 driver.checkpoint_process_lock(target.pid)
 args = driver.CheckpointCheckpointArgs(custom_storage=True)
 with open("/proc/self/statm") as file:
@@ -902,10 +885,10 @@ finally:
     resource.setrlimit(resource.RLIMIT_AS, limits)
 print(driver.checkpoint_process_get_state(target.pid).name)
 driver.checkpoint_process_unlock(target.pid)
-print(target.ask("check") == target.content)
+target.check()
 """
     )
-    assert printed == "no room\nLOCKED\nTrue\n"
+    assert printed == "no room\nLOCKED\n"
 
 
 def test_exec_gives_the_memory_back():
@@ -914,15 +897,15 @@ def test_exec_gives_the_memory_back():
         + '''
 target = start("""
 import os
-from cuckpt import target
+from cuckpt.target import __main__ as target
 target.start()
-target.fill("5000000")
+target.fill(5000000)
 print("filled", flush=True)
 os.execvp("cat", ["cat"])
 """)
-target.stdout.readline()
-tell(target, "cat runs")
-print(target.stdout.readline(), end="")
+target.answer()
+target.send("cat runs")
+print(target.answer())
 print(used())
 '''
     )
@@ -936,9 +919,9 @@ def test_caller_learns_of_the_death_of_a_target_that_had_forked():
 import threading
 target = start("""
 import os, sys
-from cuckpt import target
+from cuckpt.target import __main__ as target
 target.start()
-target.spin("8000")
+target.spin(8000)
 print("spins", flush=True)
 sys.stdin.readline()
 if os.fork() == 0:
@@ -947,7 +930,7 @@ if os.fork() == 0:
 print("forked", flush=True)
 os.wait()
 """)
-target.stdout.readline()
+target.answer()
 results = []
 def lock():
     try:
@@ -957,9 +940,9 @@ def lock():
 caller = threading.Thread(target=lock)
 caller.start()
 time.sleep(0.3)
-tell(target, "go on")
-target.stdout.readline()
-target.kill()
+target.send("go on")
+target.answer()
+target.process.kill()
 caller.join(5)
 print(results)
 '''

@@ -2,13 +2,12 @@
 
 import argparse
 import contextlib
-import subprocess
-import sys
 import time
 
 import scheduler
 
 from cuckpt import driver
+from cuckpt.target import Target
 
 
 def main():
@@ -20,54 +19,23 @@ def main():
     options = parser.parse_args()
     driver.init()  # without persistence mode, a restore needs it
     with contextlib.ExitStack() as stack:
-        targets = [stack.enter_context(started()) for _ in range(options.targets)]
+        memory_bytes = {0: options.mib << 20}
+        targets = [
+            stack.enter_context(Target(memory_bytes)) for _ in range(options.targets)
+        ]
         pids = [target.pid for target in targets]
-        contents = [fill(target, options.mib) for target in targets]
         print(f"all suspended in {ms(scheduler.suspend, *pids):.1f} ms\n")
         print("round      pid  ms to resume  ms to suspend  content")
         for turn in range(1, options.rounds + 1):
-            for target, content in zip(targets, contents, strict=True):
+            for target in targets:
                 resume = ms(scheduler.resume, target.pid)
-                check(target, content)
+                target.check()
                 suspend = ms(scheduler.suspend, target.pid)
                 print(f"{turn:5} {target.pid:8} {resume:13.1f} {suspend:14.1f}  right")
         print(f"\nall resumed in {ms(scheduler.resume, *pids):.1f} ms")
-        for target, content in zip(targets, contents, strict=True):
-            check(target, content)
+        for target in targets:
+            target.check()
     print("every content was right")
-
-
-@contextlib.contextmanager
-def started():
-    """Start a target; end it in any case, which a suspended one cannot by itself."""
-    command = [sys.executable, "-P", "-m", "cuckpt.target"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, bufsize=1, **pipes) as target:
-        try:
-            yield target
-        finally:
-            target.kill()
-
-
-def ask(target, command):
-    """Let a target obey a command; return its answer."""
-    target.stdin.write(command + "\n")
-    answer = target.stdout.readline()
-    if not answer:
-        sys.exit(f"target {target.pid} ended at the command {command!r}")
-    return answer
-
-
-def fill(target, mib):
-    """Let a target fill GPU memory; return the address and a digest."""
-    ask(target, "start")
-    return ask(target, f"fill {mib << 20}")
-
-
-def check(target, content):
-    """End with an error if a target's GPU memory is not as it was filled."""
-    if ask(target, "check") != content:
-        sys.exit(f"the GPU memory of target {target.pid} has changed")
 
 
 def ms(function, *pids):

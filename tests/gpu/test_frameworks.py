@@ -32,7 +32,7 @@ print("end", flush=True)
 def losses(target, suspend_after=()):
     """Read a training's losses, and suspend it in the middle of its work."""
     seen = []
-    while (line := target.answer(timeout=180)) != "end":
+    while (line := target.answer(timeout_s=180)) != "end":
         seen.append(line)
         if len(seen) in suspend_after:
             driver.checkpoint_process_lock(target.pid)
