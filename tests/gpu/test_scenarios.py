@@ -6,14 +6,13 @@ Run with ``pytest --driver=real tests/gpu``.
 import ctypes
 import os
 import signal
-import subprocess
 import threading
 import time
 import uuid
 
 import pytest
 
-from cuckpt import driver
+from cuckpt import driver, simulator
 from cuckpt.structs import (
     CheckpointCheckpointArgs,
     CheckpointLockArgs,
@@ -170,15 +169,6 @@ def test_other_threads_run_while_lock_waits(target):
     unlock(target.pid)
 
 
-def test_managed_memory_cannot_be_checkpointed(target):
-    assert target.ask("manage") == "managed"
-    lock(target.pid)
-    with pytest.raises(driver.NotSupportedError, match=r"managed memory.*still LOCKED"):
-        checkpoint(target.pid)
-    assert get_state(target.pid) is State.LOCKED
-    unlock(target.pid)
-
-
 def copy_out(region):
     content = ctypes.create_string_buffer(region.size)
     pointer, size = ctypes.c_uint64(region.dev_ptr), ctypes.c_size_t(region.size)
@@ -236,58 +226,38 @@ def refuses_custom_storage(target):
     unlock(target.pid)
 
 
-def test_thread_id_acts_on_its_process(target):
-    tid = get_tid(target.pid)
-    lock(tid)
-    assert get_state(target.pid) is get_state(tid) is State.LOCKED
+def test_symbols_appear_with_their_version():
+    resolve, own = cuda.cuGetProcAddress_v2, driver.driver_get_version()
+    pointer, status = ctypes.c_void_p(1), ctypes.c_int(-1)
+
+    def found(name, version):
+        arguments = ctypes.byref(pointer), version, ctypes.c_uint64(0)
+        result = resolve(name, *arguments, ctypes.byref(status))
+        return result, bool(pointer.value), status.value
+
+    assert found(b"cuCheckpointProcessLock", 12080) == (0, True, 0)
+    assert found(b"cuCheckpointOperationComplete", 13000) == (0, False, 1)
+    assert found(b"cuCheckpointProcessLock", own + 10)[:2] == (1, False)
+
+
+def test_count_without_pairs_is_reported_or_crashes_the_caller(spawn, target):
+    lock(target.pid)
+    checkpoint(target.pid)
+    program = """
+import ctypes, sys
+from cuckpt import driver
+args = (ctypes.c_uint64 * 8)(0, 1)
+cuda = ctypes.CDLL(driver.library_path())
+print(cuda.cuCheckpointProcessRestore(int(sys.argv[1]), args), flush=True)
+"""
+    caller = spawn("-c", program, str(target.pid))
+    if driver.library_path() == str(simulator.LIBRARY):
+        assert caller.answer() == "1"
+    else:
+        assert caller.process.wait(30) == -signal.SIGSEGV
+    assert get_state(target.pid) is State.CHECKPOINTED
+    restore(target.pid)
     unlock(target.pid)
-
-
-@pytest.mark.parametrize("call", [get_state, get_tid, lock])
-def test_who_cannot_be_asked_about(call):
-    for pid in -1, 0, 2**22 + 1:
-        with pytest.raises(driver.OperatingSystemError):
-            call(pid)
-    with pytest.raises(driver.NotInitializedError, match="no CUDA state"):
-        call(1)
-    with subprocess.Popen(["sleep", "60"]) as sleeper:
-        with pytest.raises(driver.NotInitializedError, match="no CUDA state"):
-            call(sleeper.pid)
-        sleeper.kill()
-        os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
-        with pytest.raises(driver.NotInitializedError, match="zombie"):
-            call(sleeper.pid)
-    with pytest.raises(driver.OperatingSystemError, match="there is no process"):
-        call(sleeper.pid)
-
-
-def test_own_process_can_be_locked(gpu_uuid):
-    assert get_state(os.getpid()) is State.RUNNING
-    lock(os.getpid())
-    assert get_state(os.getpid()) is State.LOCKED
-    unlock(os.getpid())
-
-
-def test_call_about_a_stopped_target_waits(target):
-    target.process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, target.pid, os.WSTOPPED | os.WNOWAIT)
-    states = []
-    asker = threading.Thread(target=lambda: states.append(get_state(target.pid)))
-    asker.start()
-    asker.join(1)
-    assert asker.is_alive()
-    target.process.send_signal(signal.SIGCONT)
-    asker.join(30)
-    assert states == [State.RUNNING]
-
-
-def test_target_killed_during_the_call(target):
-    assert target.ask("spin 5000") == "spinning"
-    killer = threading.Timer(0.5, target.process.kill)
-    killer.start()
-    with pytest.raises(driver.OperatingSystemError):
-        lock(target.pid)
-    killer.join()
 
 
 def test_info_names_the_driver():
