@@ -11,8 +11,9 @@
 
 struct context {
     CUdevice device;
-    int retained; /* of a primary context: how often; else 1, or 0 if destroyed */
+    bool active;  /* neither destroyed nor reset */
     bool primary;
+    int retained; /* of a primary one: how often; a reset leaves that as it is */
     unsigned flags;
     atomic_int failed; /* the error that every later call returns, or 0 */
     struct context *next;
@@ -65,7 +66,7 @@ uint32_t retained_gpus(void)
 
     pthread_mutex_lock(&lock);
     for (unsigned device = 0; device < MAX_GPUS; device++)
-        if (primaries[device].retained)
+        if (primaries[device].active)
             gpus |= UINT32_C(1) << self.gpu_of_device[device];
     pthread_mutex_unlock(&lock);
     return gpus;
@@ -79,8 +80,9 @@ CUdevice device_of(CUcontext context)
 /* The lock is held. */
 static bool is_known(CUcontext context)
 {
-    if (context >= primaries && context < primaries + MAX_GPUS)
-        return context->primary;
+    for (CUdevice device = 0; device < MAX_GPUS; device++)
+        if (context == &primaries[device])
+            return true;
     for (CUcontext other = others; other; other = other->next)
         if (other == context)
             return true;
@@ -94,7 +96,7 @@ CUresult check_context(CUcontext context)
 
     pthread_mutex_lock(&lock);
     if (context && is_known(context))
-        result = context->retained ? context->failed : CONTEXT_IS_DESTROYED;
+        result = context->active ? context->failed : CONTEXT_IS_DESTROYED;
     pthread_mutex_unlock(&lock);
     return result;
 }
@@ -140,49 +142,56 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
     if (valid_device(device) != SUCCESS)
         return INVALID_DEVICE;
     pthread_mutex_lock(&lock);
-    if (primary_context(device)->retained++ == 0)
+    primaries[device].retained++;
+    if (!primaries[device].active)
         count_contexts(device, 1);
+    primaries[device].active = true;
     pthread_mutex_unlock(&lock);
     *context = primary_context(device);
     return SUCCESS;
 }
 
-static CUresult give_up_primary(CUdevice device, bool wholly)
+/* The lock is held; it is left. */
+static void end_primary(struct context *context)
 {
-    struct context *context;
-    bool ends;
+    const bool was_active = context->active;
 
-    if (valid_device(device) != SUCCESS)
-        return INVALID_DEVICE;
-    context = primary_context(device);
-    pthread_mutex_lock(&lock);
-    if (!context->retained && !wholly) {
-        pthread_mutex_unlock(&lock);
-        return INVALID_CONTEXT;
-    }
-    ends = context->retained && (wholly || context->retained == 1);
-    if (ends)
-        count_contexts(device, -1);
-    if (ends)
-        context->retained = context->failed = 0;
-    else if (context->retained)
-        context->retained--;
+    context->active = false;
+    context->failed = SUCCESS;
+    if (was_active)
+        count_contexts(context->device, -1);
     pthread_mutex_unlock(&lock);
-    if (ends)
+    if (was_active)
         empty(context);
-    return SUCCESS;
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
 {
     ENTER;
-    return give_up_primary(device, false);
+    CUresult result = SUCCESS;
+
+    if (valid_device(device) != SUCCESS)
+        return INVALID_DEVICE;
+    pthread_mutex_lock(&lock);
+    if (primaries[device].retained == 0)
+        result = INVALID_CONTEXT;
+    else if (--primaries[device].retained == 0) {
+        end_primary(&primaries[device]);
+        return SUCCESS;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
 }
 
 EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
 {
     ENTER;
-    return give_up_primary(device, true);
+    if (valid_device(device) != SUCCESS)
+        return INVALID_DEVICE;
+    pthread_mutex_lock(&lock);
+    primaries[device].flags = 0;
+    end_primary(&primaries[device]);
+    return SUCCESS;
 }
 
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags,
@@ -195,7 +204,7 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags,
         return INVALID_DEVICE;
     pthread_mutex_lock(&lock);
     *flags = primaries[device].flags;
-    *active = primaries[device].retained > 0;
+    *active = primaries[device].active;
     pthread_mutex_unlock(&lock);
     return SUCCESS;
 }
@@ -228,7 +237,7 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags,
         return OUT_OF_MEMORY;
     made->device = device;
     made->flags = flags;
-    made->retained = 1;
+    made->active = true;
     pthread_mutex_lock(&lock);
     made->next = others;
     others = made;
@@ -251,9 +260,9 @@ EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
 
     pthread_mutex_lock(&lock);
     if (context && is_known(context) && !context->primary)
-        result = context->retained ? SUCCESS : CONTEXT_IS_DESTROYED;
+        result = context->active ? SUCCESS : CONTEXT_IS_DESTROYED;
     if (result == SUCCESS) {
-        context->retained = 0;
+        context->active = false;
         count_contexts(context->device, -1);
     }
     pthread_mutex_unlock(&lock);
@@ -272,7 +281,7 @@ EXPORT CUresult cuCtxSetCurrent(CUcontext context)
     ENTER;
     const CUresult result = context ? check_context(context) : SUCCESS;
 
-    if (result != SUCCESS)
+    if (result != SUCCESS && result != CONTEXT_IS_DESTROYED)
         return result;
     if (*stack_depth())
         depth--;
@@ -297,9 +306,10 @@ EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context)
 
     if (*stack_depth() == DEPTH)
         return INVALID_VALUE;
-    if (result == SUCCESS)
-        stack[depth++] = context;
-    return result;
+    if (result != SUCCESS && result != CONTEXT_IS_DESTROYED)
+        return result;
+    stack[depth++] = context;
+    return SUCCESS;
 }
 
 EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context)
@@ -359,6 +369,41 @@ EXPORT CUresult cuCtxGetFlags(unsigned *flags)
     if (result == SUCCESS)
         *flags = context->flags;
     return result;
+}
+
+/* Peers: every device finds the memory of every other in any case. */
+
+EXPORT CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
+{
+    ENTER;
+    if (!can)
+        return INVALID_VALUE;
+    if (valid_device(device) != SUCCESS || valid_device(peer) != SUCCESS)
+        return INVALID_DEVICE;
+    *can = device != peer;
+    return SUCCESS;
+}
+
+static CUresult check_peer(CUcontext peer)
+{
+    CUcontext context;
+    const CUresult result = need_context(&context);
+
+    if (result != SUCCESS)
+        return result;
+    return peer == context ? INVALID_CONTEXT : check_context(peer);
+}
+
+EXPORT CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
+{
+    ENTER;
+    return flags ? INVALID_VALUE : check_peer(peer);
+}
+
+EXPORT CUresult cuCtxDisablePeerAccess(CUcontext peer)
+{
+    ENTER;
+    return check_peer(peer);
 }
 
 EXPORT CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)

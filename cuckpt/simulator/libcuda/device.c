@@ -131,12 +131,20 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
         {10, 32},    /* WARP_SIZE */
         {13, 1980000}, /* CLOCK_RATE, kHz */
         {16, 132},   /* MULTIPROCESSOR_COUNT */
+        {19, 1},     /* CAN_MAP_HOST_MEMORY */
+        {31, 1},     /* CONCURRENT_KERNELS */
         {40, 3},     /* ASYNC_ENGINE_COUNT */
         {41, 1},     /* UNIFIED_ADDRESSING */
         {75, 9},     /* COMPUTE_CAPABILITY_MAJOR */
         {76, 0},     /* COMPUTE_CAPABILITY_MINOR */
         {78, 1},     /* STREAM_PRIORITIES_SUPPORTED */
         {83, 1},     /* MANAGED_MEMORY */
+        {89, 1},     /* CONCURRENT_MANAGED_ACCESS */
+        {91, 1},     /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
+        {99, 1},     /* HOST_REGISTER_SUPPORTED */
+        {115, 1},    /* MEMORY_POOLS_SUPPORTED */
+        {142, 1},    /* HOST_NUMA_MEMORY_POOLS_SUPPORTED */
+        {144, 1},    /* HOST_MEMORY_POOLS_SUPPORTED */
     };
 
     ENTER;

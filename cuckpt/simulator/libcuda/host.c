@@ -28,6 +28,22 @@ static struct pinned **find(const char *start, size_t size)
     return link;
 }
 
+bool describe_pinned(CUdeviceptr pointer, CUdeviceptr *base, size_t *size,
+                     unsigned *flags)
+{
+    const struct pinned *found;
+
+    pthread_mutex_lock(&lock);
+    found = *find((char *)(uintptr_t)pointer, 1);
+    if (found) {
+        *base = (uintptr_t)found->start;
+        *size = found->size;
+        *flags = found->flags;
+    }
+    pthread_mutex_unlock(&lock);
+    return found != NULL;
+}
+
 bool is_pinned(CUdeviceptr pointer, size_t size)
 {
     bool found;
@@ -74,16 +90,10 @@ void forget_pinned(void)
         forget(all->start, all->is_registered);
 }
 
-EXPORT CUresult cuMemHostAlloc(void **pointer, size_t size, unsigned flags)
+CUresult allocate_pinned(void **pointer, size_t size, unsigned flags)
 {
-    ENTER;
-    CUcontext context;
-    CUresult result = need_context(&context);
+    CUresult result;
 
-    if (result != SUCCESS)
-        return result;
-    if (!pointer || size == 0 || flags > 7)
-        return INVALID_VALUE;
     if (posix_memalign(pointer, 4096, size))
         return OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
@@ -92,6 +102,27 @@ EXPORT CUresult cuMemHostAlloc(void **pointer, size_t size, unsigned flags)
     if (result != SUCCESS)
         free(*pointer);
     return result;
+}
+
+bool free_pinned(void *pointer)
+{
+    if (!forget(pointer, false))
+        return false;
+    free(pointer);
+    return true;
+}
+
+EXPORT CUresult cuMemHostAlloc(void **pointer, size_t size, unsigned flags)
+{
+    ENTER;
+    CUcontext context;
+    const CUresult result = need_context(&context);
+
+    if (result != SUCCESS)
+        return result;
+    if (!pointer || size == 0 || flags > 7)
+        return INVALID_VALUE;
+    return allocate_pinned(pointer, size, flags);
 }
 
 EXPORT CUresult cuMemAllocHost_v2(void **pointer, size_t size)
@@ -107,11 +138,9 @@ EXPORT CUresult cuMemFreeHost(void *pointer)
 
     if (result != SUCCESS)
         return result;
-    wait_for_context(context); /* a copy may be on its way */
-    if (!forget(pointer, false))
-        return INVALID_VALUE;
-    free(pointer);
-    return SUCCESS;
+    if (is_pinned((uintptr_t)pointer, 1))
+        wait_for_context(context); /* a copy may be on its way */
+    return free_pinned(pointer) ? SUCCESS : INVALID_VALUE;
 }
 
 EXPORT CUresult cuMemHostRegister_v2(void *pointer, size_t size, unsigned flags)
@@ -152,16 +181,11 @@ EXPORT CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *device, void *host,
 EXPORT CUresult cuMemHostGetFlags(unsigned *flags, void *host)
 {
     ENTER;
-    struct pinned *found;
+    CUdeviceptr base;
+    size_t size;
 
-    if (!flags)
-        return INVALID_VALUE;
-    pthread_mutex_lock(&lock);
-    found = *find(host, 1);
-    if (found)
-        *flags = found->flags;
-    pthread_mutex_unlock(&lock);
-    return found ? SUCCESS : INVALID_VALUE;
+    return flags && describe_pinned((uintptr_t)host, &base, &size, flags)
+               ? SUCCESS : INVALID_VALUE;
 }
 
 PLAIN(cuMemAllocHost, cuMemAllocHost_v2);

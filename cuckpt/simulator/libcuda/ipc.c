@@ -1,7 +1,8 @@
 /* Device memory of other processes: the file that it is, through /proc.
  *
  * As measured, a process that has some mapped can be checkpointed but never be
- * restored; and what it has mapped is gone once the owner has been checkpointed.
+ * restored. When the owner has been checkpointed, the two have each their own: what
+ * was shared stays with those who have it, and the owner gets a copy.
  */
 #define _GNU_SOURCE
 #include "simulator.h"
@@ -51,6 +52,7 @@ EXPORT CUresult cuIpcGetMemHandle(struct ipc_handle *handle, CUdeviceptr pointer
         .file = own_arena(device)->file,
     };
     memcpy(handle->magic, magic, sizeof magic);
+    self.exported++;
     return SUCCESS;
 }
 
@@ -64,10 +66,12 @@ static CUresult may_be_opened(const struct ipc_handle *handle)
     slot = &the_machine()->slots[handle->slot];
     if (slot == self.slot)
         return INVALID_CONTEXT; /* of all things, but measured */
-    if (slot->owner != handle->owner || slot->checkpoints != handle->checkpoints ||
-        !is_alive(handle->owner))
+    if (slot->owner != handle->owner || !is_alive(handle->owner))
         return INVALID_VALUE;
-    return SUCCESS;
+    if (slot->checkpoints != handle->checkpoints)
+        return INVALID_HANDLE;
+    /* A process that has been restored shares no more. */
+    return handle->checkpoints ? NOT_PERMITTED : SUCCESS;
 }
 
 /* The lock is held. */
@@ -86,9 +90,6 @@ static CUresult import_memory(const struct ipc_handle *handle, struct import **m
         return INVALID_VALUE;
     }
     import->arena->file_offset = (off_t)handle->offset;
-    import->arena->owner = handle->owner;
-    import->arena->checkpoints = handle->checkpoints;
-    import->arena->exporter = &the_machine()->slots[handle->slot];
     import->handle = *handle;
     import->next = imports;
     imports = *made = import;

@@ -159,6 +159,18 @@ static CUresult place(struct arena *arena, struct allocation *allocation)
     return SUCCESS;
 }
 
+/* Managed memory is there for the host as well, at the same address. */
+static bool map_for_host(const struct arena *arena,
+                         const struct allocation *allocation, bool map)
+{
+    const int is_file = map ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    const off_t start = (off_t)(allocation->first * CHUNK);
+
+    return mmap(arena->base + start, allocation->chunks * CHUNK,
+                map ? PROT_READ | PROT_WRITE : PROT_NONE, is_file | MAP_FIXED,
+                map ? arena->file : -1, map ? start : 0) != MAP_FAILED;
+}
+
 static void take_away(struct arena *arena, struct allocation *allocation)
 {
     const off_t start = (off_t)(allocation->first * CHUNK);
@@ -167,8 +179,10 @@ static void take_away(struct arena *arena, struct allocation *allocation)
     for (uint64_t chunk = 0; chunk < allocation->chunks; chunk++)
         arena->of_chunk[allocation->first + chunk] = NULL;
     arena->allocated -= bytes;
-    if (allocation->managed)
+    if (allocation->managed) {
+        map_for_host(arena, allocation, false);
         self.managed--;
+    }
     free(allocation);
     /* Of these only a hole is left even if they fail, which does no harm. */
     fallocate(arena->file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, start,
@@ -181,11 +195,11 @@ static void take_away(struct arena *arena, struct allocation *allocation)
                      bytes);
 }
 
-CUresult allocate(CUcontext context, size_t size, bool managed,
+CUresult allocate(CUdevice device, CUcontext context, size_t size, bool managed,
                   CUdeviceptr *pointer)
 {
-    struct arena *arena = own_arena(device_of(context));
-    const unsigned gpu = self.gpu_of_device[device_of(context)];
+    struct arena *arena = own_arena(device);
+    const unsigned gpu = self.gpu_of_device[device];
     struct allocation *made;
     CUresult result = OUT_OF_MEMORY;
 
@@ -204,11 +218,15 @@ CUresult allocate(CUcontext context, size_t size, bool managed,
         if (result != SUCCESS)
             atomic_fetch_sub(&self.slot->used_bytes[gpu], made->chunks * CHUNK);
     }
-    if (result == SUCCESS)
-        *pointer = (uintptr_t)arena->base + made->first * CHUNK;
-    pthread_mutex_unlock(&lock);
-    if (result != SUCCESS)
+    if (result != SUCCESS) {
         free(made);
+    } else if (managed && !map_for_host(arena, made, true)) {
+        take_away(arena, made);
+        result = OUT_OF_MEMORY;
+    } else {
+        *pointer = (uintptr_t)arena->base + made->first * CHUNK;
+    }
+    pthread_mutex_unlock(&lock);
     return result;
 }
 
@@ -233,11 +251,14 @@ static struct allocation *allocation_at(const struct arena *arena,
     return arena->of_chunk[(pointer - (uintptr_t)arena->base) / CHUNK];
 }
 
+/* Free what has been allocated, by a pool too. */
 CUresult release(CUdeviceptr pointer)
 {
     struct arena *arena;
     struct allocation *found;
 
+    if (leave_pool(pointer))
+        return SUCCESS;
     pthread_mutex_lock(&lock);
     arena = arena_at(pointer);
     found = allocation_at(arena, pointer);
@@ -280,12 +301,6 @@ bool describe_allocation(CUdeviceptr pointer, CUdeviceptr *base, CUdevice *devic
 
 /* Places of bytes */
 
-static bool has_gone_stale(const struct arena *arena)
-{
-    return arena->exporter && arena->exporter->owner == arena->owner &&
-           arena->exporter->checkpoints != arena->checkpoints;
-}
-
 /* Whether the bytes belong to one allocation, or to what another process shares. */
 static bool are_there(const struct arena *arena, CUdeviceptr pointer, size_t size)
 {
@@ -296,7 +311,7 @@ static bool are_there(const struct arena *arena, CUdeviceptr pointer, size_t siz
     if (arena->of_chunk && !allocation)
         return false;
     end = allocation ? allocation->first * CHUNK + allocation->size : arena->extent;
-    return offset <= end && size <= end - offset && !has_gone_stale(arena);
+    return offset <= end && size <= end - offset;
 }
 
 /* Tell where an address lies, and keep it there; false if less than `size` bytes
@@ -341,7 +356,9 @@ static CUresult allocate_here(size_t size, bool managed, CUdeviceptr *pointer)
     if (!pointer || size == 0)
         return INVALID_VALUE;
     result = refuse_while_capturing(context, false);
-    return result == SUCCESS ? allocate(context, size, managed, pointer) : result;
+    if (result != SUCCESS)
+        return result;
+    return allocate(device_of(context), context, size, managed, pointer);
 }
 
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t size)
@@ -350,7 +367,6 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t size)
     return allocate_here(size, false, pointer);
 }
 
-/* The memory cannot be reached from the host as true managed memory can. */
 EXPORT CUresult cuMemAllocManaged(CUdeviceptr *pointer, size_t size,
                                   unsigned flags)
 {

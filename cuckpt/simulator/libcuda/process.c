@@ -274,6 +274,7 @@ void end_process(void)
     forget_transitions();
     forget_streams();
     forget_events();
+    forget_pools();
     forget_pinned();
     close_imports();
     drop_arenas();
@@ -281,6 +282,7 @@ void end_process(void)
     self.slot->owner = 0;
     self.initialized = 0;
     self.managed = 0;
+    self.exported = 0;
     self.machines++;
     set_state(RUNNING);
 }

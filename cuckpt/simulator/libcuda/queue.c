@@ -100,6 +100,17 @@ void unlock_streams(void)
     pthread_mutex_unlock(&lock);
 }
 
+CUresult device_of_stream(CUstream handle, CUdevice *device)
+{
+    CUresult problem;
+    const CUstream stream = lock_stream(handle, &problem);
+
+    if (stream)
+        *device = device_of(stream->context);
+    unlock_streams();
+    return problem;
+}
+
 CUresult make_stream(CUcontext context, unsigned flags, int priority,
                      CUstream *stream)
 {

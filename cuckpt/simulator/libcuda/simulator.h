@@ -8,7 +8,9 @@
  * device.c    devices
  * context.c   contexts, and the current one of each thread
  * memory.c    device memory: addresses and allocation
+ * pool.c      memory pools: allocation in the order of a stream
  * host.c      pinned host memory
+ * pointer.c   what an address is
  * copy.c      copies and fills
  * ipc.c       device memory of other processes
  * queue.c     streams as queues of work
@@ -47,6 +49,7 @@ enum {
     CONTEXT_IS_DESTROYED = 709,
     HOST_MEMORY_ALREADY_REGISTERED = 712,
     HOST_MEMORY_NOT_REGISTERED = 713,
+    NOT_PERMITTED = 800,
     NOT_SUPPORTED = 801,
     STREAM_CAPTURE_UNSUPPORTED = 900,
     STREAM_CAPTURE_INVALIDATED = 901,
@@ -61,6 +64,7 @@ typedef uint64_t CUdeviceptr;
 typedef struct context *CUcontext;
 typedef struct stream *CUstream;
 typedef struct event *CUevent;
+typedef struct pool *CUmemoryPool;
 
 /* process.c */
 
@@ -71,6 +75,7 @@ struct self {
     atomic_int pending;           /* pieces of work in streams */
     atomic_int managed;           /* allocations of managed memory */
     atomic_int imported;          /* allocations of other processes */
+    atomic_int exported;          /* handles to its own, for others */
     atomic_int contexts[MAX_GPUS]; /* how many on each device */
     atomic_uint machines;         /* how many this process has left */
     struct slot *slot;
@@ -112,7 +117,7 @@ void forget_transitions(void);
 struct allocation {
     uint64_t first, chunks;
     size_t size; /* as it was asked for */
-    CUcontext context;
+    CUcontext context; /* NULL: of a pool, which belongs to none */
     bool managed;
 };
 
@@ -125,11 +130,7 @@ struct arena {
     int file;
     struct allocation **of_chunk; /* NULL: of another process, in one piece */
     atomic_int users; /* copies under way */
-    /* Of another process, which has checkpointed this one's content away once it
-     * has been checkpointed more often: */
     off_t file_offset;
-    const struct slot *exporter; /* NULL: handed out by custom storage */
-    uint64_t owner, checkpoints;
     struct arena *next;
 };
 
@@ -147,7 +148,7 @@ CUresult make_arenas(void);
 void drop_arenas(void);
 struct arena *map_foreign(const char *path, uint64_t size);
 void unmap_foreign(struct arena *arena);
-CUresult allocate(CUcontext context, size_t size, bool managed,
+CUresult allocate(CUdevice device, CUcontext context, size_t size, bool managed,
                   CUdeviceptr *pointer);
 CUresult release(CUdeviceptr pointer);
 void release_all_of(CUcontext context);
@@ -156,9 +157,19 @@ bool describe_allocation(CUdeviceptr pointer, CUdeviceptr *base, CUdevice *devic
 bool take_place(CUdeviceptr pointer, size_t size, struct place *place);
 void leave_place(const struct place *place);
 
+/* pool.c */
+
+CUmemoryPool pool_of(CUdeviceptr pointer);
+bool leave_pool(CUdeviceptr pointer); /* true: that was all, it was on the host */
+void forget_pools(void);
+
 /* host.c */
 
+CUresult allocate_pinned(void **pointer, size_t size, unsigned flags);
+bool free_pinned(void *pointer);
 bool is_pinned(CUdeviceptr pointer, size_t size);
+bool describe_pinned(CUdeviceptr pointer, CUdeviceptr *base, size_t *size,
+                     unsigned *flags);
 void forget_pinned(void);
 
 /* copy.c */
@@ -234,6 +245,7 @@ void spoil_capture(uint64_t stream);
 CUresult refuse_while_capturing(CUcontext context, bool relaxed_too);
 void wait_for_work(uint64_t stream, uint64_t number);
 bool is_done(uint64_t stream, uint64_t number);
+CUresult device_of_stream(CUstream handle, CUdevice *device);
 /* With the streams locked: the stream of a handle, or NULL. */
 CUstream lock_stream(CUstream handle, CUresult *problem);
 void unlock_streams(void);

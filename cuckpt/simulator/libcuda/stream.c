@@ -161,6 +161,18 @@ EXPORT CUresult cuStreamEndCapture(CUstream handle, void **graph)
     return result;
 }
 
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    static _Thread_local int current = CAPTURE_GLOBAL;
+    const int before = current;
+
+    if (!mode || *mode < CAPTURE_GLOBAL || *mode > CAPTURE_RELAXED)
+        return INVALID_VALUE;
+    current = *mode;
+    *mode = before;
+    return SUCCESS;
+}
+
 EXPORT CUresult cuGraphDestroy(void *graph)
 {
     ENTER;

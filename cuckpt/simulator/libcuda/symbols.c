@@ -31,6 +31,7 @@ static const struct {
      "part or all of the requested memory range is already mapped"},
     {HOST_MEMORY_NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
      "pointer does not correspond to a registered memory region"},
+    {NOT_PERMITTED, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
     {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
     {STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
      "operation not permitted when stream is capturing"},
@@ -97,6 +98,9 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
     F(cuCtxGetApiVersion, 3020, cuCtxGetApiVersion) \
     F(cuCtxGetFlags, 7000, cuCtxGetFlags) \
     F(cuCtxGetStreamPriorityRange, 5050, cuCtxGetStreamPriorityRange) \
+    F(cuDeviceCanAccessPeer, 4000, cuDeviceCanAccessPeer) \
+    F(cuCtxEnablePeerAccess, 4000, cuCtxEnablePeerAccess) \
+    F(cuCtxDisablePeerAccess, 4000, cuCtxDisablePeerAccess) \
     F(cuMemAlloc, 3020, cuMemAlloc_v2) \
     F(cuMemAllocManaged, 6000, cuMemAllocManaged) \
     F(cuMemFree, 3020, cuMemFree_v2) \
@@ -127,6 +131,23 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
     F(cuMemsetD16Async, 3020, cuMemsetD16Async) \
     F(cuMemsetD32Async, 3020, cuMemsetD32Async) \
     F(cuPointerGetAttribute, 4000, cuPointerGetAttribute) \
+    F(cuPointerGetAttributes, 7000, cuPointerGetAttributes) \
+    F(cuMemAllocAsync, 11020, cuMemAllocAsync) \
+    F(cuMemAllocFromPoolAsync, 11020, cuMemAllocFromPoolAsync) \
+    F(cuMemFreeAsync, 11020, cuMemFreeAsync) \
+    F(cuDeviceGetDefaultMemPool, 11020, cuDeviceGetDefaultMemPool) \
+    F(cuDeviceGetMemPool, 11020, cuDeviceGetMemPool) \
+    F(cuDeviceSetMemPool, 11020, cuDeviceSetMemPool) \
+    F(cuMemGetDefaultMemPool, 13000, cuMemGetDefaultMemPool) \
+    F(cuMemGetMemPool, 13000, cuMemGetMemPool) \
+    F(cuMemSetMemPool, 13000, cuMemSetMemPool) \
+    F(cuMemPoolCreate, 11020, cuMemPoolCreate) \
+    F(cuMemPoolDestroy, 11020, cuMemPoolDestroy) \
+    F(cuMemPoolTrimTo, 11020, cuMemPoolTrimTo) \
+    F(cuMemPoolGetAttribute, 11020, cuMemPoolGetAttribute) \
+    F(cuMemPoolSetAttribute, 11020, cuMemPoolSetAttribute) \
+    F(cuMemPoolSetAccess, 11020, cuMemPoolSetAccess) \
+    F(cuMemPoolGetAccess, 11020, cuMemPoolGetAccess) \
     F(cuStreamCreateWithPriority, 5050, cuStreamCreateWithPriority) \
     F(cuStreamCreate, 2000, cuStreamCreate) \
     F(cuStreamDestroy, 4000, cuStreamDestroy_v2) \
@@ -142,6 +163,7 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
     F(cuStreamBeginCapture, 10010, cuStreamBeginCapture_v2) \
     F(cuStreamEndCapture, 10000, cuStreamEndCapture) \
     F(cuGraphDestroy, 10000, cuGraphDestroy) \
+    F(cuThreadExchangeStreamCaptureMode, 10010, cuThreadExchangeStreamCaptureMode) \
     F(cuCtxSynchronize, 2000, cuCtxSynchronize) \
     F(cuEventCreate, 2000, cuEventCreate) \
     F(cuEventDestroy, 4000, cuEventDestroy_v2) \
@@ -155,6 +177,8 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
     F(cuModuleUnload, 2000, cuModuleUnload) \
     F(cuModuleGetFunction, 2000, cuModuleGetFunction) \
     F(cuLaunchKernel, 4000, cuLaunchKernel) \
+    F(cuProfilerStart, 4000, cuProfilerStart) \
+    F(cuProfilerStop, 4000, cuProfilerStop) \
     F(cuCheckpointOperationComplete, 13040, cuCheckpointOperationComplete) \
     F(cuCheckpointProcessGetState, 12080, cuCheckpointProcessGetState) \
     F(cuCheckpointProcessGetRestoreThreadId, 12080, cuCheckpointProcessGetRestoreThreadId) \

@@ -7,6 +7,7 @@
 #include "simulator.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -54,13 +55,30 @@ static CUresult lock_process(uint32_t timeout_ms)
     }
 }
 
+/* What other processes share stays theirs, and this one gets a new file. */
+static bool empty_file(int file)
+{
+    int fresh;
+
+    if (!self.exported)
+        return ftruncate(file, 0) == 0;
+    fresh = memfd_create("simulated GPU memory", MFD_CLOEXEC);
+    if (fresh < 0)
+        return ftruncate(file, 0) == 0;
+    if (dup3(fresh, file, O_CLOEXEC) < 0)
+        lost = true;
+    close(fresh);
+    return true;
+}
+
 static void release_device_memory(void)
 {
     for (CUdevice device = 0; own_arena(device); device++) {
-        if (ftruncate(own_arena(device)->file, 0) != 0)
+        if (!empty_file(own_arena(device)->file))
             lost = true;
         self.slot->used_bytes[self.gpu_of_device[device]] = 0;
     }
+    self.exported = 0;
     self.slot->contexts = 0;
     self.slot->checkpoints++;
 }

@@ -267,7 +267,7 @@ static nvmlReturn_t find_by_text(const char *uuid, nvmlDevice_t *device)
 
     for (unsigned gpu = 0; gpu < machine->gpu_count; gpu++) {
         format_uuid(&machine->gpus[gpu].uuid, text);
-        if (!strcmp(text, uuid)) {
+        if (!strcmp(text, uuid) || !strcmp(text + strlen("GPU-"), uuid)) {
             *device = &handles[gpu];
             return SUCCESS;
         }
@@ -385,7 +385,7 @@ static nvmlReturn_t get_pci_info(nvmlDevice_t device, void *info, size_t size)
     ENTER;
     const struct gpu *gpu = gpu_of(device);
     /* The identifiers are those of an H200. */
-    struct pci_info found = {.device_id = 0x233510de, .subsystem_id = 0x18be10de};
+    struct pci_info found = {.device_id = 0x233510de, .subsystem_id = 0x18bf10de};
 
     if (!gpu || !info)
         return INVALID_ARGUMENT;
