@@ -136,7 +136,7 @@ def info(arguments: argparse.Namespace) -> int:
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Become the command, on a simulated machine."""
-    from cuckpt.simulator import Machine
+    from cuckpt.simulator import Machine, SimulatorError
 
     command = arguments.command
     if command[:1] == ["--"]:
@@ -155,6 +155,9 @@ def simulate(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"cuckpt simulate: {error}", file=sys.stderr)
         return 2
+    except SimulatorError as error:
+        print(f"cuckpt simulate: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"cuckpt simulate: {command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126

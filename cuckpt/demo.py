@@ -52,7 +52,11 @@ def main(memory_bytes: int) -> int:
         if problem:
             _say(f"On a simulated GPU, since there is no real one: {problem}")
             size = max(simulator.DEFAULT_MEMORY_BYTES, 2 * memory_bytes)
-            stack.enter_context(simulator.Machine(memory_bytes=size))
+            try:
+                stack.enter_context(simulator.Machine(memory_bytes=size))
+            except simulator.SimulatorError as error:
+                _say(f"FAILED: {error}")
+                return 1
         elif driver.library_path() == str(simulator.LIBRARY):
             _say("On a simulated GPU, as chosen.")
         else:

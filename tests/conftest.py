@@ -11,7 +11,10 @@ import os
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -180,3 +183,108 @@ def no_driver(tmp_path):
     """Environment in which libcuda.so.1 does not load, on any machine."""
     (tmp_path / "libcuda.so.1").write_text("not a library")
     return {"CUCKPT_LIBCUDA": None, "LD_LIBRARY_PATH": str(tmp_path)}
+
+
+# What the programs begin with that run on a simulated machine.
+ON_A_MACHINE = """
+import ctypes, os, subprocess, sys, time
+from cuckpt import driver
+from cuckpt.simulator import Machine, SimulatorError
+from cuckpt.target import Program, Target, TargetError
+
+def used(gpu=0):
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    cuda = ctypes.CDLL(driver.library_path())
+    context = ctypes.c_void_p(driver.device_primary_ctx_retain(gpu))
+    cuda.cuCtxSetCurrent(context)
+    assert cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+    return total.value - free.value
+
+def suspend(pid):
+    driver.checkpoint_process_lock(pid, driver.CheckpointLockArgs(timeout_ms=10_000))
+    driver.checkpoint_process_checkpoint(pid)
+
+def resume(pid, args=None):
+    driver.checkpoint_process_restore(pid, args)
+    driver.checkpoint_process_unlock(pid)
+
+MIB = 1 << 20
+"""
+
+
+@pytest.fixture
+def simulate():
+    """Run a command by `cuckpt simulate`, with its options."""
+    script = str(Path(sysconfig.get_path("scripts")) / "cuckpt")
+
+    def run(*command, timeout=120, **options):
+        arguments = [script, "simulate"]
+        for name, value in options.items():
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+        return subprocess.run(
+            [*arguments, "--", *command],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run
+
+
+@pytest.fixture
+def program(simulate):
+    """Run a program by `cuckpt simulate`; return what it printed."""
+
+    def run(text, status=0, **options):
+        code = ON_A_MACHINE + textwrap.dedent(text)
+        result = simulate(sys.executable, "-P", "-W", "error", "-c", code, **options)
+        assert result.returncode == status, result.stdout + result.stderr
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture
+def machine_program(python):
+    """Run a program that makes its own machine; return what it printed."""
+
+    def run(text, **options):
+        code = ON_A_MACHINE + textwrap.dedent(text)
+        none = {"CUCKPT_LIBCUDA": None, "CUCKPT_SIMULATOR": None}
+        return python(code, **none, **options).stdout
+
+    run.prelude = ON_A_MACHINE
+    return run
+
+
+@pytest.fixture
+def nothing_is_left(monkeypatch, processes_with):
+    """What the test starts has ended after it.
+
+    Simulated memory and sockets are those of processes: who has none left has
+    left nothing. They are known by a variable, since others may simulate too.
+    """
+    mark = f"CUCKPT_TEST={os.getpid()}.{time.monotonic_ns()}"
+    monkeypatch.setenv(*mark.split("="))
+    yield
+    deadline = time.monotonic() + 20
+    while (left := processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+@pytest.fixture
+def processes_with():
+    """Tell the pids of processes whose environment has a variable, as NAME=VALUE."""
+
+    def find(variable):
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if variable.encode() in file.read_bytes().split(b"\0"):
+                    found.append(file.parent.name)
+            except OSError:
+                pass
+        return found
+
+    return find

@@ -958,9 +958,10 @@ def test_command_may_use_low_descriptors_itself():
 
 def test_file_that_claims_too_many_gpus_is_no_machine(tmp_path, python):
     file = tmp_path / "machine"
-    content = bytearray(simulator.Machine()._header())
+    with simulator.Machine().started() as variables:
+        content = bytearray(Path(variables["CUCKPT_SIMULATOR"]).read_bytes())
     content[12:16] = (4000).to_bytes(4, "little")
-    file.write_bytes(bytes(content) + bytes(simulator.machine._COUNTS_BYTES))
+    file.write_bytes(content)
     text = """
 from cuckpt import driver
 try:

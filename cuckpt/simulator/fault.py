@@ -8,9 +8,7 @@ from typing import Any
 from cuckpt.errors import Result
 
 MAX_FAULTS = 64
-
-_MAX_INT = (1 << 31) - 1
-_CALLS = (
+CALLS = (
     "get_state",
     "get_restore_thread_id",
     "lock",
@@ -19,6 +17,8 @@ _CALLS = (
     "unlock",
     "complete",
 )
+
+_MAX_INT = (1 << 31) - 1
 _MOMENTS = ("before", "after")
 _VICTIMS = (None, "target", "caller")
 
@@ -42,7 +42,8 @@ class Fault:
         what it comes to by itself if left out.
     at : int
         The first call that it happens to. Those that reach a process are
-        counted, from 1, all of the machine together.
+        counted, from 1 at the machine's start, all of the machine together:
+        ``at=machine.calls["checkpoint"] + 1`` is the next checkpoint.
     count : int
         How many calls it happens to.
     delay_s : float
@@ -71,7 +72,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         for name, value, choices in (
-            ("call", self.call, _CALLS),
+            ("call", self.call, CALLS),
             ("when", self.when, _MOMENTS),
             ("kill", self.kill, _VICTIMS),
         ):
@@ -149,7 +150,7 @@ class Fault:
         """Return the fields of its C struct."""
         hangs = self.delay_s == math.inf
         return [
-            _CALLS.index(self.call),
+            CALLS.index(self.call),
             _MOMENTS.index(self.when),
             self.at,
             self.count,

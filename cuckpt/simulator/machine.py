@@ -2,28 +2,25 @@
 
 import contextlib
 import ctypes
-import fcntl
 import os
-import struct
-from collections.abc import Iterator, Sequence
+import resource
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from cuckpt.simulator.fault import MAX_FAULTS, Fault
+from cuckpt.simulator.file import MachineFile
 from cuckpt.simulator.gpu import DEFAULT_MEMORY_BYTES, MAX_GPUS, Gpu
+from cuckpt.target import Target
 
 LIBRARY = Path(__file__).parent / "libcuda.so.1"
 NVML_LIBRARY = LIBRARY.with_name("libnvidia-ml.so.1")
 DEFAULT_DRIVER_VERSION = 13050
 
-# As in libcuda/machine.h: what is known at the start, and what is counted.
-_HEADER = struct.Struct("=8sII" + "16sQI60s" * MAX_GPUS + "Q" + "IIIIiIQ" * MAX_FAULTS)
-_COUNTS_BYTES = 8 * 8 + 1024 * (8 + 8 + 8 + 8 * MAX_GPUS)
-
 
 class SimulatorError(RuntimeError):
-    """A simulated machine cannot be used in this process."""
+    """A simulated machine cannot be used, here or now."""
 
 
 class Machine:
@@ -31,6 +28,9 @@ class Machine:
 
     This process and the children that it starts meanwhile run on it. Nothing
     is left behind, however they end. One machine at a time in a process.
+
+    `spawn`, `processes`, `inject` and `calls` are for a machine that has been
+    started, by entering it or by `started`; else they raise SimulatorError.
 
     Parameters
     ----------
@@ -51,6 +51,7 @@ class Machine:
     gpus : tuple of Gpu
     driver_version : int
     faults : tuple of Fault
+        Those of its start, without the injected ones.
 
     Raises
     ------
@@ -58,7 +59,8 @@ class Machine:
         If a parameter is wrong.
     SimulatorError
         On entering, if this process has a libcuda that is not the simulated
-        one, or has used a simulated driver of another version.
+        one, or has used a simulated driver of another version; if the machine
+        has been started; if files, memory or ``ulimit -f`` do not suffice.
     """
 
     _current: "Machine | None" = None
@@ -88,9 +90,7 @@ class Machine:
             faults = [Fault.parse(text) for text in texts]
         if isinstance(faults, Fault):
             raise TypeError("faults must be a sequence of Fault objects")
-        self.faults = tuple(faults)
-        if not all(isinstance(fault, Fault) for fault in self.faults):
-            raise TypeError("faults must be Fault objects")
+        self.faults = _checked(faults)
         if len(self.faults) > MAX_FAULTS:
             raise ValueError(f"a machine has at most {MAX_FAULTS} faults")
         if not 1 <= len(self.gpus) <= MAX_GPUS:
@@ -103,10 +103,24 @@ class Machine:
                 f"{driver_version // 1000}.{driver_version % 1000 // 10}"
             )
         self._exit = contextlib.ExitStack()
+        self._file: MachineFile | None = None
+        self._variables: dict[str, str] = {}
+        self._targets: list[Target] = []
 
     def __enter__(self) -> "Machine":
         if Machine._current is not None:
             raise SimulatorError("this process runs on a simulated machine already")
+        try:
+            self._enter()
+        except (OSError, MemoryError) as error:
+            raise SimulatorError(
+                f"the machine cannot be started: {error or 'no memory is left'}"
+            ) from error
+        Machine._current = self
+        Machine._version_in_use = self.driver_version
+        return self
+
+    def _enter(self) -> None:
         _refuse_other_driver(self.driver_version)
         with contextlib.ExitStack() as exit_stack:
             variables = exit_stack.enter_context(self.started())
@@ -119,11 +133,13 @@ class Machine:
             # already, which then stays the one.
             ctypes.CDLL(str(NVML_LIBRARY))
             if not library.cuckpt_simulator_change_machine():
-                raise SimulatorError("the simulated driver refuses its machine")
+                raise SimulatorError(
+                    "the machine cannot be started: this process is short of "
+                    "descriptors or memory"
+                )
+            # First: a call about one of them may be waiting in a thread.
+            exit_stack.callback(self._end_targets)
             self._exit = exit_stack.pop_all()
-        Machine._current = self
-        Machine._version_in_use = self.driver_version
-        return self
 
     def __exit__(
         self,
@@ -142,22 +158,103 @@ class Machine:
         ------
         dict
             The variables that a child's environment needs.
+
+        Raises
+        ------
+        SimulatorError
+            If it has been started; if files, memory or ``ulimit -f`` do not
+            suffice.
         """
-        low = os.memfd_create("simulated machine", os.MFD_CLOEXEC)
-        # A number that shell scripts and the like do not use for themselves.
-        file = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 200)
-        os.close(low)
+        if self._file is not None:
+            raise SimulatorError("this machine has been started already")
+        _refuse_low_limit(max(gpu.memory_bytes for gpu in self.gpus))
         try:
-            os.truncate(file, _HEADER.size + _COUNTS_BYTES)
-            os.pwrite(file, self._header(), 0)
-            folders = [str(LIBRARY.parent), os.environ.get("LD_LIBRARY_PATH", "")]
-            yield {
-                "CUCKPT_SIMULATOR": f"/proc/{os.getpid()}/fd/{file}",
-                "CUCKPT_LIBCUDA": str(LIBRARY),
-                "LD_LIBRARY_PATH": ":".join(filter(None, folders)),
-            }
+            file = MachineFile(self.driver_version, self.gpus, self.faults)
+        except OSError as error:
+            raise SimulatorError(
+                f"the machine cannot be started: no file in memory: {error.strerror}"
+            ) from error
+        folders = [str(LIBRARY.parent), os.environ.get("LD_LIBRARY_PATH", "")]
+        self._variables = {
+            "CUCKPT_SIMULATOR": f"/proc/{os.getpid()}/fd/{file.number}",
+            "CUCKPT_LIBCUDA": str(LIBRARY),
+            "LD_LIBRARY_PATH": ":".join(filter(None, folders)),
+        }
+        self._file = file
+        try:
+            yield dict(self._variables)
         finally:
-            os.close(file)
+            self._file = None
+            self._end_targets()
+            file.close()
+
+    def spawn(
+        self, memory_bytes: Mapping[int, int] | None = None, timeout_s: float = 60
+    ) -> Target:
+        """Start a target on the machine, which ends it when it is left.
+
+        Parameters
+        ----------
+        memory_bytes : mapping of int to int, optional
+            How much memory to fill with random bytes, by the GPU's ordinal. A
+            context on GPU 0 if left out.
+        timeout_s : float
+            How long a command to the target may take, in seconds.
+
+        Returns
+        -------
+        Target
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a parameter is wrong.
+        TargetError
+            If it does not come so far, as for want of GPU memory.
+        OSError
+            If no process can be started.
+        """
+        self._started_file()
+        environment = {**os.environ, **self._variables}
+        target = Target(memory_bytes, environment, timeout_s)
+        self._targets.append(target)
+        return target
+
+    def processes(self) -> dict[int, dict[int, int]]:
+        """Tell which processes have called cuInit and live, and what they use.
+
+        Returns
+        -------
+        dict of int to dict of int to int
+            For each pid the used bytes, by the ordinal of each GPU.
+        """
+        return self._started_file().processes()
+
+    def inject(self, *faults: Fault) -> None:
+        """Add faults, until the machine is left.
+
+        Parameters
+        ----------
+        *faults : Fault
+            Their `at` counts calls from the machine's start; see `calls`.
+
+        Raises
+        ------
+        TypeError
+            If one is no Fault.
+        ValueError
+            If the machine has more than 64 then; none is added.
+        """
+        self._started_file().inject(_checked(faults))
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """How many calls of each kind have reached a process so far.
+
+        The keys are what `Fault` takes as `call`. Calls that were made to wait or
+        fail by a fault count; those about a process that is not there do not.
+        """
+        return self._started_file().calls()
 
     def execute(self, command: Sequence[str]) -> NoReturn:
         """Replace this process by a command that runs on the machine.
@@ -179,16 +276,40 @@ class Machine:
             os.set_inheritable(file, True)
             os.execvpe(command[0], list(command), {**os.environ, **variables})
 
-    def _header(self) -> bytes:
-        fields: list[bytes | int] = [b"cuckpt 1", self.driver_version, len(self.gpus)]
-        for gpu in self.gpus:
-            fields += gpu.fields()
-        fields += [bytes(16), 0, 0, b""] * (MAX_GPUS - len(self.gpus))
-        fields.append(len(self.faults))
-        for fault in self.faults:
-            fields += fault.fields()
-        fields += [0] * 7 * (MAX_FAULTS - len(self.faults))
-        return _HEADER.pack(*fields)
+    def _started_file(self) -> MachineFile:
+        if self._file is None:
+            raise SimulatorError(
+                "the machine has not been started: enter it, `with machine:`, or, for "
+                "child processes only, `with machine.started():`"
+            )
+        return self._file
+
+    def _end_targets(self) -> None:
+        targets, self._targets = self._targets, []
+        for target in targets:  # all at once, since each takes a while
+            target.process.kill()
+        for target in targets:
+            target.end()
+
+
+def _checked(faults: Sequence[Fault]) -> tuple[Fault, ...]:
+    if not all(isinstance(fault, Fault) for fault in faults):
+        raise TypeError("faults must be Fault objects")
+    return tuple(faults)
+
+
+def _refuse_low_limit(memory_bytes: int) -> None:
+    """Raise if GPU memory, which is files, could not be written.
+
+    A process that tried would be killed by SIGXFSZ, or, if it ignores that as
+    Python does, find too little GPU memory.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < memory_bytes:
+        raise SimulatorError(
+            f"files may have {limit} bytes (ulimit -f), less than the memory of a "
+            f"GPU, {memory_bytes} bytes: raise the limit, or give the GPUs less memory"
+        )
 
 
 def _refuse_other_driver(version: int) -> None:

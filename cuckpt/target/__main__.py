@@ -59,7 +59,7 @@ def start(gpu: int = 0) -> str:
 
 
 def fill(size: int, gpu: int = 0) -> str:
-    """Fill new memory with random bytes; answer GPU, address, digest."""
+    """Fill new memory with random bytes; answer where and a digest."""
     address = _allocate(size, gpu)
     digest = hashlib.sha256()
     place = address
