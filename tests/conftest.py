@@ -21,9 +21,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# `python -m pytest` puts the checkout before the installed package.
+# `python -m pytest` puts the checkout before the installed package, and has loaded
+# the plugin from there.
 if not list((ROOT / "cuckpt").glob("_driver.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cuckpt"]:
+        del sys.modules[name]
 
 HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p)
 

@@ -12,18 +12,24 @@ import pytest
 pytestmark = pytest.mark.thread_unsafe(reason="each test runs programs of its own")
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "cuckpt")
-SCENARIOS = Path(__file__).parent / "gpu/test_scenarios.py"
+SCENARIOS = Path(__file__).parent / "gpu"
 
 
-@pytest.mark.parametrize("version", ["13.5", "13.0"])
-def test_scenarios_of_the_real_driver_pass(simulate, version):
+# The measured driver is of version 13.0; what a newer one adds is documented.
+@pytest.mark.parametrize(
+    ("version", "scenarios"),
+    [("13.0", SCENARIOS), ("13.5", SCENARIOS / "test_scenarios.py")],
+    ids=["13.0", "13.5"],
+)
+def test_scenarios_of_the_real_driver_pass(simulate, version, scenarios):
     result = simulate(
-        *(sys.executable, "-m", "pytest", "--driver=real", "-q", SCENARIOS),
+        *(sys.executable, "-m", "pytest", "--driver=real", "-q", scenarios),
+        *("--ignore", SCENARIOS / "test_frameworks.py"),
         driver_version=version,
-        timeout=300,
+        timeout=600,
     )
     assert result.returncode == 0, result.stdout
-    assert "21 passed" in result.stdout
+    assert "skipped" not in result.stdout
 
 
 def test_simulate_ends_as_the_command_does(simulate):
