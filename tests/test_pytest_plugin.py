@@ -23,8 +23,10 @@ def run(tmp_path):
         variables = {**os.environ, "PIDS": str(tmp_path / "pids"), **environment}
         if "CUCKPT_LIBCUDA" not in environment:
             del variables["CUCKPT_LIBCUDA"]
+        command = [sys.executable, "-P", "-m", "pytest", "-q", "--strict-markers"]
+        command += ["-p", "no:hypothesispytest"]  # which takes long to import
         return subprocess.run(
-            [sys.executable, "-P", "-m", "pytest", "-q", "--strict-markers", file],
+            [*command, file],
             cwd=tmp_path,
             env=variables,
             capture_output=True,

@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from cuckpt.simulator import Fault, Machine, SimulatorError
-from cuckpt.target import TargetError
+from cuckpt.simulator import (
+    Fault,
+    Machine,
+    SimulatorError,
+    machine as machine_module,
+)
+from cuckpt.target import Target, TargetError
 
 pytestmark = pytest.mark.thread_unsafe(reason="each test runs programs of its own")
 
@@ -175,3 +180,21 @@ def test_threads_spawn_targets_that_outlive_them(machine_program):
         """
     )
     assert printed == "8\n"
+
+
+def test_target_that_comes_too_late_is_ended(monkeypatch):
+    machine = Machine()
+    started = machine.started()
+    started.__enter__()
+    made = []
+
+    class Slow(Target):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+            started.__exit__(None, None, None)
+
+    monkeypatch.setattr(machine_module, "Target", Slow)
+    with pytest.raises(SimulatorError, match="was left, in another thread"):
+        machine.spawn()
+    assert not Path(f"/proc/{made[0].pid}").exists()

@@ -214,10 +214,13 @@ class Machine:
         OSError
             If no process can be started.
         """
-        self._started_file()
+        file = self._started_file()
         environment = {**os.environ, **self._variables}
         target = Target(memory_bytes, environment, timeout_s)
         self._targets.append(target)
+        if self._file is not file:
+            target.end()
+            raise SimulatorError("the machine was left, in another thread, meanwhile")
         return target
 
     def processes(self) -> dict[int, dict[int, int]]:

@@ -233,9 +233,9 @@ class Program:
 class Target(Program):
     """A CUDA process with GPU memory whose content is known.
 
-    It may be started in any thread, and ends when this process does, or when the
-    context manager is left. ``python -m cuckpt.target --help`` lists the commands
-    that it can be asked.
+    It may be started in any thread. It ends when the context manager is left, or when
+    this process ends, however that comes; if it is stopped then, once it continues.
+    ``python -m cuckpt.target --help`` lists the commands that it can be asked.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """A CUDA process to checkpoint: obeys one command a line, answers with one line.
 
 Calls libcuda directly, so that it needs nothing but a driver and a GPU, or the
-simulated ones. `cuckpt.target.Target` starts it and talks to it. With any argument
-it prints its commands.
+simulated ones. `cuckpt.target.Target` starts it and talks to it. It ends with its
+input, and with its parent. With any argument it prints its commands.
 """
 
 import ctypes

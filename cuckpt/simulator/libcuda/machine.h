@@ -36,7 +36,7 @@ enum { OPERATIONS = CANCEL + 1 };
 
 enum gpu_flags { PERSISTENCE_MODE = 1, MIG_MODE = 2 };
 
-/* Laid out also by cuckpt/simulator/__init__.py. */
+/* Laid out also by cuckpt/simulator/file.py. */
 struct machine {
     char magic[8];
     uint32_t driver_version;
