@@ -291,3 +291,22 @@ def processes_with():
         return found
 
     return find
+
+
+@pytest.fixture
+def end_of():
+    """Wait until processes have ended; whether anybody reaps them is not asked."""
+
+    def lives(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][1] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    def wait(*pids):
+        deadline = time.monotonic() + 20
+        while any(map(lives, pids)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not any(map(lives, pids))
+
+    return wait

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -173,20 +172,12 @@ TARGETS = """
     ],
     ids=["failure", "interrupt", "_exit", "kill"],
 )
-def test_nothing_is_left_however_a_test_ends(run, tmp_path, end, status):
+def test_nothing_is_left_however_a_test_ends(run, end_of, tmp_path, end, status):
     assert run(TARGETS.format(end=end)).returncode == status
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 4
-    deadline = time.monotonic() + 20
-    while sum(map(is_there, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_there, pids))
-    assert passed(run(ROUND_TRIP), 1)
-
-
-def is_there(pid):
-    """Tell whether there is such a process, or a socket of it."""
+    assert end_of(*pids)
     sockets = Path("/proc/net/unix").read_text().split()
-    return Path(f"/proc/{pid}").exists() or any(
-        s.startswith("@cuckpt/") and s.endswith(f"/{pid}") for s in sockets
-    )
+    names = [name.split("/") for name in sockets if name.startswith("@cuckpt/")]
+    assert not {pid for _, _, pid in names} & {*pids}
+    assert passed(run(ROUND_TRIP), 1)

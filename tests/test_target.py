@@ -33,13 +33,6 @@ def memory_file(target, gpu):
     return sorted(found, key=lambda f: int(f.name))[gpu]
 
 
-def is_gone(pid):
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not Path(f"/proc/{pid}").exists()
-
-
 def test_memory_on_several_gpus_is_filled_and_checked(environment):
     sizes = {1: 3 * MIB, 0: 65 * MIB + 7}
     with Target(sizes, environment) as target:
@@ -205,7 +198,7 @@ def test_target_outlives_the_thread_that_started_it(environment):
 
 
 @pytest.mark.parametrize("state", ["running", "suspended"])
-def test_target_ends_with_a_killed_parent(state):
+def test_target_ends_with_a_killed_parent(end_of, state):
     program = f"""
     import os, signal
     from cuckpt import driver
@@ -233,7 +226,7 @@ def test_target_ends_with_a_killed_parent(state):
     ) as process:
         pid = process.stdout.readline().strip().decode()
         assert process.wait(60) == -signal.SIGKILL
-        assert is_gone(pid)
+        assert end_of(pid)
         os.killpg(process.pid, signal.SIGKILL)
 
 
