@@ -17,6 +17,7 @@ _PROCESSES = 1024
 _HEAD = struct.Struct("=8sII")
 _GPU = struct.Struct("=16sQI60s")
 _FAULT = struct.Struct("=IIIIiIQ")
+_TIMES = 12  # offset of how often it happens
 _FAULT_COUNT = _HEAD.size + MAX_GPUS * _GPU.size
 _FAULTS = _FAULT_COUNT + 8
 _CALLS = _FAULTS + MAX_FAULTS * _FAULT.size
@@ -75,15 +76,32 @@ class MachineFile:
         """Add faults; ValueError if they are too many."""
         with self._injecting:
             count = self._words[_FAULT_COUNT // 8]
-            if count + len(faults) > MAX_FAULTS:
+            places = [*range(count, MAX_FAULTS), *self._spent(count)]
+            if len(faults) > len(places):
                 raise ValueError(
-                    f"a machine has at most {MAX_FAULTS} faults; this one has {count}"
+                    f"a machine has at most {MAX_FAULTS} faults that are still to "
+                    f"happen; this one has {MAX_FAULTS - len(places)}"
                 )
-            for index, fault in enumerate(faults, count):
+            for index, fault in zip(places, faults, strict=False):
                 place = _FAULTS + index * _FAULT.size
-                _FAULT.pack_into(self._map, place, *fault.fields())
+                operation, when, at, times, *more = fault.fields()
+                # One that happens no times is left alone until it is complete.
+                _FAULT.pack_into(self._map, place, operation, when, at, 0, *more)
+                struct.pack_into("=I", self._map, place + _TIMES, times)
+                count = max(count, index + 1)
             # Last: whoever reads the number finds so many.
-            self._words[_FAULT_COUNT // 8] = count + len(faults)
+            self._words[_FAULT_COUNT // 8] = count
+
+    def _spent(self, count: int) -> list[int]:
+        """Return which of the faults have happened as often as they should."""
+        calls = list(self.calls().values())
+        spent = []
+        for index in range(count):
+            place = _FAULTS + index * _FAULT.size
+            operation, _, at, times, *_ = _FAULT.unpack_from(self._map, place)
+            if calls[operation] >= at + times - 1:
+                spent.append(index)
+        return spent
 
     def calls(self) -> dict[str, int]:
         """Return how many calls of each kind have reached a process."""
@@ -96,7 +114,8 @@ class MachineFile:
         found = {}
         for index in range(_PROCESSES):
             first = _SLOTS // 8 + index * _SLOT_WORDS
-            owner, _contexts, _checkpoints, *used = self._words[first : first + _SLOT_WORDS].tolist()
+            words = self._words[first : first + _SLOT_WORDS].tolist()
+            owner, _contexts, _checkpoints, *used = words
             if _is_alive(owner) and self._words[first] == owner:
                 found[owner >> 32] = dict(enumerate(used[: self._gpu_count]))
         return found

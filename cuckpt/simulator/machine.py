@@ -246,7 +246,7 @@ class Machine:
         TypeError
             If one is no Fault.
         ValueError
-            If the machine has more than 64 then; none is added.
+            If more than 64 are still to happen then; none is added.
         """
         self._started_file().inject(_checked(faults))
 
