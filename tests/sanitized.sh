@@ -20,7 +20,8 @@ python -m pip install -q --no-build-isolation --no-deps --target "$work/site" "$
 unset CFLAGS
 # The interpreter is not instrumented: the runtime library comes first, leaks of
 # the interpreter are not reported, and its allocator does not hide errors. Left
-# out: tests that compare memory use, and such as run a compiler.
+# out: tests that compare memory use or run many processes, such as run a compiler,
+# and Numba, whose compiler is large.
 case $kind in
     *address*) runtime=libasan.so ;;
     *thread*) runtime=libtsan.so ;;
@@ -30,5 +31,6 @@ ASAN_OPTIONS=detect_leaks=0 \
 TSAN_OPTIONS=halt_on_error=1 \
 PYTHONMALLOC=malloc PYTHONPATH="$work/site" \
     python -P -m pytest --ignore tests/test_cython.py --ignore tests/test_examples.py \
+    --ignore tests/test_simulator_threads.py --ignore tests/test_simulator_numba.py \
     --deselect tests/test_lifetime.py::test_nothing_leaks \
     --deselect tests/test_lifetime.py::test_memory_is_the_same_after_many_calls "$@"

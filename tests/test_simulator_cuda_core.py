@@ -6,6 +6,10 @@ import sysconfig
 import textwrap
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.thread_unsafe(reason="each test runs programs of its own")
+
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "cuckpt")
 IMPORTS = """
 import ctypes, subprocess, sys

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-    reason="Numba has no wheels for a Python without a GIL",
-)
+pytestmark = pytest.mark.thread_unsafe(reason="each test runs programs of its own")
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "cuckpt")
 IMPORTS = """
