@@ -20,8 +20,8 @@ for name in sys.argv[3:]:
     name, _, uuid = name.partition("=")
     args = driver.CheckpointRestoreArgs() if name == "restore" else None
     if uuid:
-        pairs = [tuple(map(uuids.to_bytes, pair.split(">"))) for pair in uuid.split(",")]
-        args.gpu_pairs = pairs
+        pairs = [pair.split(">") for pair in uuid.split(",")]
+        args.gpu_pairs = [tuple(map(uuids.to_bytes, pair)) for pair in pairs]
     try:
         getattr(driver, f"checkpoint_process_{name}")(pid, args)
         print(0)
