@@ -55,8 +55,13 @@ def _not_initialized(call: str, pid: int) -> str:
 
 
 def _init_note(call: str) -> str:
-    if call in (_CHECKPOINT, _RESTORE):
+    if call == _CHECKPOINT:
         return "; with custom storage, this process must have called init(0), too"
+    if call == _RESTORE:
+        return (
+            "; with custom storage, or if the GPU is not in persistence mode, this "
+            "process must have called init(0), too"
+        )
     return ""
 
 
@@ -140,8 +145,8 @@ _TABLE: dict[tuple[int, str | None], str] = {
         f"{_RESERVED}, or custom storage was asked of a driver older than CUDA 13.4"
     ),
     (1, _RESTORE): (
-        "a UUID in gpu_pairs names no GPU, stands there twice, or a checkpointed "
-        "GPU is missing; or custom storage was asked of a driver older than CUDA "
+        "a UUID in gpu_pairs names no GPU or one of another kind, stands there twice, "
+        "or a GPU is missing; or custom storage was asked of a driver older than CUDA "
         "13.4; or checkpoint used custom storage and restore does not; or "
         f"{_RESERVED}; or the process has imported CUDA IPC memory, which cannot be "
         "restored"
