@@ -91,7 +91,7 @@ static CUresult describe(CUstream handle, struct description *description)
     EXPORT CUresult name(CUstream handle, type *value)            \
     {                                                             \
         ENTER;                                                    \
-        struct description stream;                                \
+        struct description stream = {0};                          \
         const CUresult result = describe(handle, &stream);        \
                                                                   \
         if (!value)                                               \
