@@ -118,8 +118,9 @@ static void wait_for_death(int pid)
     const struct timespec a_moment = {0, 1000000};
     struct process_facts facts;
 
-    for (int i = 0; i < 200 && look_up_process(pid, &facts); i++) {
-        if (facts.state == 'Z' || facts.state == 'X')
+    for (int i = 0; look_up_process(pid, &facts); i++) {
+        if (facts.state == 'Z' || facts.state == 'X' ||
+            (i >= 200 && !facts.is_exiting) || i >= 10000)
             return;
         nanosleep(&a_moment, NULL);
     }

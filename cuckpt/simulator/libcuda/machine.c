@@ -105,14 +105,17 @@ bool look_up_process(int pid, struct process_facts *facts)
 {
     char path[64], text[2048];
     const char *found;
+    unsigned flags;
 
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
     if (pid <= 0 || !read_file(path, text, sizeof text))
         return false;
     /* The name before the state is in parentheses, and may hold some. */
     found = strrchr(text, ')');
-    if (!found || sscanf(found + 1, " %c", &facts->state) != 1)
+    if (!found || sscanf(found + 1, " %c %*d %*d %*d %*d %*d %u", &facts->state,
+                         &flags) != 2)
         return false;
+    facts->is_exiting = flags & 4; /* PF_EXITING of the kernel */
     snprintf(path, sizeof path, "/proc/%d/status", pid);
     if (!read_file(path, text, sizeof text))
         return false;

@@ -69,6 +69,7 @@ struct machine {
 
 struct process_facts {
     char state; /* as in /proc/PID/stat */
+    bool is_exiting;
     int group;  /* the process that a thread belongs to */
     unsigned uid;
 };
