@@ -166,6 +166,26 @@ def test_too_many_or_wrong_faults_are_not_added():
         machine.inject(*[Fault("lock", 1)] * 4)
 
 
+def test_fault_that_can_never_happen_is_refused(machine_program):
+    printed = machine_program(
+        """
+        from cuckpt.simulator import Fault
+        with Machine() as machine:
+            target = machine.spawn()
+            driver.checkpoint_process_lock(target.pid)
+            for fault in Fault("lock", 1), Fault("lock", 1, count=2):
+                try:
+                    machine.inject(fault)
+                    print("added")
+                except ValueError as error:
+                    print(error)
+        """
+    )
+    refused, added = printed.splitlines()
+    assert refused.endswith("cannot happen any more; that of the next call is at=2")
+    assert added == "added"
+
+
 def test_faults_that_have_happened_make_room(machine_program):
     printed = machine_program(
         """

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from cuckpt.simulator import Gpu, Machine
+from cuckpt.target import Target
 
 pytestmark = pytest.mark.thread_unsafe(reason="each test runs programs of its own")
 
@@ -110,3 +111,55 @@ def test_version_decides_what_there_is(version, checkpoint, custom_storage):
 def test_wrong_names_are_refused(name):
     with pytest.raises(ValueError, match="1 to 59 ASCII characters"):
         gpu(1, name=name)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        ("1,0", [1, 0]),
+        ("2", [2]),
+        (f"{gpu(3)},0", [2, 0]),
+        ("GPU-0202", [1]),
+        ("0,7,1", [0]),
+        ("-1", None),
+        ("", None),
+        ("0,0", None),
+        ("GPU-", None),
+        ("nonsense", None),
+    ],
+)
+def test_only_visible_devices_are_seen(visible, seen):
+    program = """
+from cuckpt import driver
+try:
+    driver.init()
+except driver.NoDeviceError:
+    print(None)
+else:
+    gpus = range(driver.device_get_count())
+    print([driver.device_get_uuid_v2(gpu).bytes[0] - 1 for gpu in gpus])
+"""
+    with Machine([gpu(1), gpu(2), gpu(3)]).started() as variables:
+        printed = subprocess.check_output(
+            [sys.executable, "-P", "-c", program],
+            env={**os.environ, **variables, "CUDA_VISIBLE_DEVICES": visible},
+            text=True,
+        )
+    assert printed == f"{seen}\n"
+
+
+def test_process_that_sees_one_gpu_only_is_moved_by_pairs_of_all():
+    gpus = [gpu(1), gpu(2)]
+    machine = Machine(gpus)
+    with machine.started() as variables:
+        environment = {**os.environ, **variables, "CUDA_VISIBLE_DEVICES": "1"}
+        with Target({0: 1 << 20}, environment) as target:
+            used = machine.processes()[target.pid]
+            assert (used[0], used[1] > 0) == (0, True)
+            one = f"restore={gpus[1]}>{gpus[0]}"
+            both = f"{one},{gpus[0]}>{gpus[1]}"
+            results = call(target, variables, "lock", "checkpoint", one, both, "unlock")
+            assert results == ["0", "0", "1", "0", "0", "RUNNING"]
+            target.check()
+            used = machine.processes()[target.pid]
+            assert (used[0] > 0, used[1]) == (True, 0)

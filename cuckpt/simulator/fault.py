@@ -171,7 +171,8 @@ def _result(name: str) -> int:
     if name.isdecimal():
         return int(name)
     try:
-        return int(Result["ERROR_" + name.removeprefix("ERROR_")])
+        short = name.removeprefix("CUDA_").removeprefix("ERROR_")
+        return int(Result[f"ERROR_{short}"])
     except KeyError:
         raise ValueError(
             f"there is no result {name}; there is OUT_OF_MEMORY, say"

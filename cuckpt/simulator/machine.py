@@ -18,6 +18,8 @@ LIBRARY = Path(__file__).parent / "libcuda.so.1"
 NVML_LIBRARY = LIBRARY.with_name("libnvidia-ml.so.1")
 DEFAULT_DRIVER_VERSION = 13050
 
+_FAULTS = "CUCKPT_FAULTS"
+
 
 class SimulatorError(RuntimeError):
     """A simulated machine cannot be used, here or now."""
@@ -86,8 +88,7 @@ class Machine:
         self.gpus = tuple(gpus)
         self.driver_version = driver_version
         if faults is None:
-            texts = os.environ.get("CUCKPT_FAULTS", "").split()
-            faults = [Fault.parse(text) for text in texts]
+            faults = _faults_of_environment()
         if isinstance(faults, Fault):
             raise TypeError("faults must be a sequence of Fault objects")
         self.faults = _checked(faults)
@@ -109,7 +110,10 @@ class Machine:
 
     def __enter__(self) -> "Machine":
         if Machine._current is not None:
-            raise SimulatorError("this process runs on a simulated machine already")
+            raise SimulatorError(
+                "this process runs on a simulated machine already; for another one, of "
+                "child processes only, use `with machine.started():`"
+            )
         try:
             self._enter()
         except (OSError, MemoryError) as error:
@@ -246,9 +250,18 @@ class Machine:
         TypeError
             If one is no Fault.
         ValueError
-            If more than 64 are still to happen then; none is added.
+            If one is to happen to calls that have all been made, or more than 64 are
+            still to happen then; none is added.
         """
-        self._started_file().inject(_checked(faults))
+        calls = self.calls
+        for fault in _checked(faults):
+            if fault.at + fault.count - 1 <= calls[fault.call]:
+                raise ValueError(
+                    f"{fault.call} has been called {calls[fault.call]} times: a fault "
+                    f"at={fault.at} cannot happen any more; that of the next call is "
+                    f"at={calls[fault.call] + 1}"
+                )
+        self._started_file().inject(faults)
 
     @property
     def calls(self) -> dict[str, int]:
@@ -282,8 +295,8 @@ class Machine:
     def _started_file(self) -> MachineFile:
         if self._file is None:
             raise SimulatorError(
-                "the machine has not been started: enter it, `with machine:`, or, for "
-                "child processes only, `with machine.started():`"
+                "the machine has not been started, or has ended: enter it, `with "
+                "machine:`, or, for child processes only, `with machine.started():`"
             )
         return self._file
 
@@ -295,9 +308,16 @@ class Machine:
             target.end()
 
 
+def _faults_of_environment() -> list[Fault]:
+    try:
+        return [Fault.parse(text) for text in os.environ.get(_FAULTS, "").split()]
+    except ValueError as error:
+        raise ValueError(f"environment variable {_FAULTS}: {error}") from None
+
+
 def _checked(faults: Sequence[Fault]) -> tuple[Fault, ...]:
     if not all(isinstance(fault, Fault) for fault in faults):
-        raise TypeError("faults must be Fault objects")
+        raise TypeError("faults must be Fault objects, as Fault.parse(text) makes them")
     return tuple(faults)
 
 

@@ -159,7 +159,8 @@ class Program:
         at = f", at {self._sent[0]!r}" if self._sent else ""
         if not self._receive(timeout_s):
             raise TargetError(
-                f"target {self.pid} gave no answer in {timeout_s:g} s{at}"
+                f"target {self.pid} gave no answer in {timeout_s:g} s{at}; one that is "
+                "LOCKED or CHECKPOINTED gives none before it is unlocked"
                 f"{self._error_text()}"
             )
         line, end, rest = self._received.partition(b"\n")

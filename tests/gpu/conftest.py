@@ -21,6 +21,15 @@ def target():
 
 
 @pytest.fixture(scope="session")
+def same_pairs():
+    """A pair for every GPU: each onto itself."""
+    driver.init(0)
+    gpus = range(driver.device_get_count())
+    uuids = [driver.device_get_uuid_v2(driver.device_get(gpu)) for gpu in gpus]
+    return [(uuid, uuid) for uuid in uuids]
+
+
+@pytest.fixture(scope="session")
 def gpu_uuid():
     """UUID of GPU 0."""
     driver.init(0)

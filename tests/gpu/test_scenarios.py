@@ -32,7 +32,7 @@ restore = driver.checkpoint_process_restore
 unlock = driver.checkpoint_process_unlock
 
 
-def test_whole_cycle_keeps_the_content(target, gpu_uuid):
+def test_whole_cycle_keeps_the_content(target, same_pairs):
     before = target.ask(f"fill {256 * MIB}")
     tid = get_tid(target.pid)
     assert os.path.exists(f"/proc/{target.pid}/task/{tid}")
@@ -42,7 +42,7 @@ def test_whole_cycle_keeps_the_content(target, gpu_uuid):
     checkpoint(target.pid, CheckpointCheckpointArgs())
     assert get_state(target.pid) is State.CHECKPOINTED
     assert get_tid(target.pid) == tid
-    restore(target.pid, CheckpointRestoreArgs(gpu_pairs=[(gpu_uuid, gpu_uuid)]))
+    restore(target.pid, CheckpointRestoreArgs(gpu_pairs=same_pairs))
     assert get_state(target.pid) is State.LOCKED
     unlock(target.pid, CheckpointUnlockArgs())
     assert get_state(target.pid) is State.RUNNING
@@ -91,15 +91,15 @@ def test_every_call_in_every_state(target):
     assert get_state(pid) is State.RUNNING
 
 
-def test_wrong_pairs_are_refused_and_change_nothing(target, gpu_uuid):
+def test_wrong_pairs_are_refused_and_change_nothing(target, gpu_uuid, same_pairs):
     before = target.ask(f"fill {MIB}")
     lock(target.pid)
     checkpoint(target.pid)
     other = uuid.uuid4()
     for pairs in (
-        [(other, gpu_uuid)],
-        [(gpu_uuid, other)],
-        [(gpu_uuid, gpu_uuid)] * 2,
+        [(other, gpu_uuid), *same_pairs[1:]],
+        [(gpu_uuid, other), *same_pairs[1:]],
+        [*same_pairs, same_pairs[0]],
     ):
         with pytest.raises(driver.InvalidValueError, match="gpu_pairs"):
             restore(target.pid, CheckpointRestoreArgs(gpu_pairs=pairs))
@@ -108,7 +108,7 @@ def test_wrong_pairs_are_refused_and_change_nothing(target, gpu_uuid):
     args.gpu_pairs_count = 1
     with pytest.raises(ValueError, match="gpu_pairs is not set"):
         restore(target.pid, args)  # the driver would crash this process
-    restore(target.pid, CheckpointRestoreArgs(gpu_pairs=[(gpu_uuid, gpu_uuid)]))
+    restore(target.pid, CheckpointRestoreArgs(gpu_pairs=same_pairs))
     unlock(target.pid)
     assert target.ask("check") == before
 
@@ -181,13 +181,13 @@ def copy_in(region, content):
     assert cuda.cuMemcpyHtoD_v2(pointer, content, size) == 0
 
 
-def test_custom_storage_hands_out_the_memory(target, gpu_uuid):
+def test_custom_storage_hands_out_the_memory(target, same_pairs):
     if not driver.has_custom_storage():
         refuses_custom_storage(target)
         return
     pid, before = target.pid, target.ask(f"fill {10 * MIB + 1}")
     save = CheckpointCheckpointArgs(custom_storage=True)
-    load = CheckpointRestoreArgs(gpu_pairs=[(gpu_uuid, gpu_uuid)], custom_storage=True)
+    load = CheckpointRestoreArgs(gpu_pairs=same_pairs, custom_storage=True)
     lock(pid)
     with pytest.raises(driver.InvalidContextError, match="device_primary_ctx_retain"):
         checkpoint(pid, save)

@@ -3,7 +3,63 @@
 #include "simulator.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+
+/* Find the GPU that an entry of CUDA_VISIBLE_DEVICES names: an ordinal, or the
+ * beginning of a UUID that no other has. Return -1 if there is none. */
+static int find_visible(const char *entry, size_t length)
+{
+    const struct machine *machine = the_machine();
+    char name[64], *end;
+    long ordinal;
+    int found = -1;
+
+    snprintf(name, sizeof name, "%.*s", (int)length, entry);
+    ordinal = strtol(name, &end, 10);
+    if (end != name && !*end)
+        return ordinal >= 0 && ordinal < (long)machine->gpu_count ? (int)ordinal : -1;
+    for (unsigned gpu = 0; gpu < machine->gpu_count && strlen(name) > 4; gpu++) {
+        char text[UUID_TEXT];
+
+        format_uuid(&machine->gpus[gpu].uuid, text);
+        if (strncmp(text, name, strlen(name)) != 0)
+            continue;
+        if (found >= 0)
+            return -1;
+        found = (int)gpu;
+    }
+    return found;
+}
+
+/* List the GPUs that this process may see, in its order, and return how many. As
+ * with the real driver, what follows a wrong entry does not count, and a GPU that is
+ * named twice hides them all. */
+unsigned visible_gpus(unsigned gpus[MAX_GPUS])
+{
+    const char *entry = getenv("CUDA_VISIBLE_DEVICES");
+    unsigned count = 0;
+    uint32_t seen = 0;
+
+    if (!entry) {
+        for (; count < the_machine()->gpu_count; count++)
+            gpus[count] = count;
+        return count;
+    }
+    while (*entry) {
+        const size_t length = strcspn(entry, ",");
+        const int gpu = find_visible(entry, length);
+
+        if (gpu < 0)
+            break;
+        if (seen >> gpu & 1)
+            return 0;
+        seen |= UINT32_C(1) << gpu;
+        gpus[count++] = (unsigned)gpu;
+        entry += length + (entry[length] == ',');
+    }
+    return count;
+}
 
 CUresult valid_device(CUdevice device)
 {
@@ -35,7 +91,7 @@ EXPORT CUresult cuDeviceGetCount(int *count)
     ENTER;
     if (!count)
         return INVALID_VALUE;
-    *count = (int)the_machine()->gpu_count;
+    *count = (int)self.device_count;
     return SUCCESS;
 }
 

@@ -195,3 +195,14 @@ int find_gpu(const CUuuid *uuid)
             return (int)gpu;
     return -1;
 }
+
+void format_uuid(const CUuuid *uuid, char text[UUID_TEXT])
+{
+    char *end = text + sprintf(text, "GPU");
+
+    for (unsigned i = 0; i < sizeof uuid->bytes; i++) {
+        if (i == 0 || i == 4 || i == 6 || i == 8 || i == 10)
+            *end++ = '-';
+        end += sprintf(end, "%02x", uuid->bytes[i]);
+    }
+}

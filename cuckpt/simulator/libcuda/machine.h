@@ -85,4 +85,7 @@ uint64_t used_on_gpu(unsigned gpu);
 bool charge(struct slot *slot, unsigned gpu, uint64_t bytes);
 int find_gpu(const CUuuid *uuid);
 
+enum { UUID_TEXT = 41 };
+void format_uuid(const CUuuid *uuid, char text[UUID_TEXT]);
+
 #endif

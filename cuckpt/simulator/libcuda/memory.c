@@ -45,11 +45,12 @@ CUresult make_arenas(void)
 {
     const struct machine *machine = the_machine();
 
-    for (; arena_count < machine->gpu_count; arena_count++) {
+    for (; arena_count < self.device_count; arena_count++) {
         struct arena *arena = &arenas[arena_count];
 
         memset(arena, 0, sizeof *arena);
-        arena->size = machine->gpus[arena_count].memory_bytes / CHUNK * CHUNK;
+        arena->size = machine->gpus[self.gpu_of_device[arena_count]].memory_bytes /
+                      CHUNK * CHUNK;
         arena->base = reserve(arena->size);
         arena->of_chunk = calloc(arena->size / CHUNK, sizeof *arena->of_chunk);
         arena->file = memfd_create("simulated GPU memory", MFD_CLOEXEC);

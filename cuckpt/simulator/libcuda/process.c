@@ -74,10 +74,22 @@ void wait_for_ring(int since, uint64_t until_ns)
 
 /* The gate */
 
+static int refuse(void)
+{
+    static atomic_bool told;
+
+    if (self.machines && the_machine() && !atomic_exchange(&told, true))
+        fputs("cuckpt simulator: this process has been on an earlier machine, and "
+              "has not called cuInit on this one; CUDA libraries that keep what they "
+              "found there cannot go on. See docs/simulator.md, \"CUDA in the test's "
+              "own process\"\n", stderr);
+    return NOT_INITIALIZED;
+}
+
 int enter(void)
 {
     if (!self.initialized)
-        return NOT_INITIALIZED;
+        return refuse();
     for (;;) {
         int state;
 
@@ -230,10 +242,9 @@ CUresult start_process(void)
         return NO_DEVICE;
     pthread_mutex_lock(&once);
     if (!self.initialized) {
-        for (unsigned device = 0; device < machine->gpu_count; device++)
-            self.gpu_of_device[device] = device;
+        self.device_count = visible_gpus(self.gpu_of_device);
         reset_contexts();
-        result = make_arenas();
+        result = self.device_count ? make_arenas() : NO_DEVICE;
         if (result == SUCCESS)
             result = listen_to_callers();
         if (result == SUCCESS)

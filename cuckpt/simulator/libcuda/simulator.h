@@ -79,6 +79,7 @@ struct self {
     atomic_int contexts[MAX_GPUS]; /* how many on each device */
     atomic_uint machines;         /* how many this process has left */
     struct slot *slot;
+    unsigned device_count;        /* as far as CUDA_VISIBLE_DEVICES shows them */
     unsigned gpu_of_device[MAX_GPUS];
 };
 
@@ -190,7 +191,10 @@ CUcontext primary_context(CUdevice device);
 void reset_contexts(void);
 uint32_t retained_gpus(void);
 CUdevice device_of(CUcontext context);
+/* device.c */
+
 CUresult valid_device(CUdevice device);
+unsigned visible_gpus(unsigned gpus[MAX_GPUS]);
 
 /* queue.c */
 

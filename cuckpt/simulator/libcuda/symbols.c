@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "simulator.h"
 
+#include <stdio.h>
 #include <string.h>
 
 static const struct {
@@ -200,6 +201,15 @@ static const struct {
     void *function;
 } functions[] = {FUNCTIONS(ROW)};
 
+static void tell_about_the_runtime(void)
+{
+    static atomic_bool told;
+
+    if (!atomic_exchange(&told, true))
+        fputs("cuckpt simulator: the CUDA runtime, which PyTorch and CuPy use, does "
+              "not run on the simulated driver; see docs/simulator.md\n", stderr);
+}
+
 EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
                                     int version, uint64_t flags, int *status)
 {
@@ -210,6 +220,8 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
     if (!symbol || !function)
         return INVALID_VALUE;
     *function = NULL;
+    if (!strcmp(symbol, "cuGetExportTable"))
+        tell_about_the_runtime();
     if (machine && version > (int)machine->driver_version)
         return INVALID_VALUE;
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)

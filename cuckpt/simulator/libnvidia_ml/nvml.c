@@ -247,19 +247,6 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned index,
 
 PLAIN(nvmlDeviceGetHandleByIndex, nvmlDeviceGetHandleByIndex_v2);
 
-enum { UUID_TEXT = 41 };
-
-static void format_uuid(const CUuuid *uuid, char text[UUID_TEXT])
-{
-    char *end = text + sprintf(text, "GPU");
-
-    for (unsigned i = 0; i < sizeof uuid->bytes; i++) {
-        if (i == 0 || i == 4 || i == 6 || i == 8 || i == 10)
-            *end++ = '-';
-        end += sprintf(end, "%02x", uuid->bytes[i]);
-    }
-}
-
 static nvmlReturn_t find_by_text(const char *uuid, nvmlDevice_t *device)
 {
     const struct machine *machine = the_machine();
