@@ -25,7 +25,12 @@ def simulated(name, sources):
         include_dirs=["cuckpt/simulator/libcuda"],
         depends=glob("cuckpt/simulator/libcuda/*.h"),
         extra_compile_args=["-std=gnu11", "-fvisibility=hidden"],
-        extra_link_args=[f"-Wl,-soname,{name}.so.1", "-Wl,-Bsymbolic"],
+        # It has threads: dlclose must not take it away.
+        extra_link_args=[
+            f"-Wl,-soname,{name}.so.1",
+            "-Wl,-Bsymbolic",
+            "-Wl,-z,nodelete",
+        ],
         libraries=["pthread"],
     )
 

@@ -26,6 +26,7 @@ def test_scenarios_of_the_real_driver_pass(simulate, version, scenarios):
         *(sys.executable, "-m", "pytest", "--driver=real", "-q", scenarios),
         *("--ignore", SCENARIOS / "test_frameworks.py"),
         driver_version=version,
+        gpus=2,
         timeout=600,
     )
     assert result.returncode == 0, result.stdout

@@ -21,7 +21,8 @@ _TIMES = 12  # offset of how often it happens
 _FAULT_COUNT = _HEAD.size + MAX_GPUS * _GPU.size
 _FAULTS = _FAULT_COUNT + 8
 _CALLS = _FAULTS + MAX_FAULTS * _FAULT.size
-_SLOTS = _CALLS + 8 * _OPERATIONS
+_FINISHED = _CALLS + 8 * _OPERATIONS
+_SLOTS = _FINISHED + 8 * _OPERATIONS
 _SLOT_WORDS = 3 + MAX_GPUS
 _SIZE = _SLOTS + 8 * _SLOT_WORDS * _PROCESSES
 
@@ -94,20 +95,25 @@ class MachineFile:
 
     def _spent(self, count: int) -> list[int]:
         """Return which of the faults have happened as often as they should."""
-        calls = list(self.calls().values())
+        calls = self._counts(_CALLS)
+        under_way = [
+            begun != done
+            for begun, done in zip(calls, self._counts(_FINISHED), strict=True)
+        ]
         spent = []
         for index in range(count):
             place = _FAULTS + index * _FAULT.size
             operation, _, at, times, *_ = _FAULT.unpack_from(self._map, place)
-            if calls[operation] >= at + times - 1:
+            if calls[operation] >= at + times - 1 and not under_way[operation]:
                 spent.append(index)
         return spent
 
     def calls(self) -> dict[str, int]:
         """Return how many calls of each kind have reached a process."""
-        first = _CALLS // 8
-        numbers = self._words[first : first + len(CALLS)].tolist()
-        return dict(zip(CALLS, numbers, strict=True))
+        return dict(zip(CALLS, self._counts(_CALLS), strict=True))
+
+    def _counts(self, place: int) -> list[int]:
+        return self._words[place // 8 : place // 8 + len(CALLS)].tolist()
 
     def processes(self) -> dict[int, dict[int, int]]:
         """Return what each living process uses of each GPU."""

@@ -126,6 +126,8 @@ class Program:
         """
         if self._errors.closed:
             raise TargetError(f"target {self.pid} has been ended")
+        if "\n" in command:
+            raise ValueError("a command is one line")
         assert self.process.stdin is not None
         line = (command + "\n").encode()
         try:
@@ -204,8 +206,12 @@ class Program:
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._received:
             left_s = deadline - time.monotonic()
-            if not poll.poll(max(0, left_s) * 1000):
-                return False
+            # poll takes no more; and who waits longer asks again.
+            left_ms = min(max(0.0, left_s) * 1000, 1e6)
+            if not poll.poll(left_ms):
+                if left_s <= 0:
+                    return False
+                continue
             part = os.read(output, 1 << 16)
             if not part:
                 return True

@@ -5,6 +5,7 @@ tested on it: one that forgets to wait must fail there as well.
 """
 
 import ctypes
+import threading
 import time
 
 import pytest
@@ -17,7 +18,7 @@ Pointer, Address, Size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
 cuda = ctypes.CDLL(driver.library_path())
 
 NON_BLOCKING = 1
-GLOBAL, RELAXED = 0, 2
+GLOBAL, OF_THREAD, RELAXED = 0, 1, 2
 INVALID_VALUE, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_STATE = 1, 201, 400, 401
 NOT_READY, ILLEGAL_ADDRESS, CONTEXT_IS_DESTROYED = 600, 700, 709
 
@@ -259,6 +260,113 @@ def test_capture_is_spoilt_by_waiting(api, mode, name):
     assert capturing(stream) == "no"
 
 
+# Of a capture in a blocking stream, and in a non-blocking one, what these come to.
+# "unsafe": 900, but for a relaxed capture.
+REFUSED = {
+    "copy": (906, 0),
+    "fill": (906, 0),
+    "fill in the default stream": (906, 0),
+    "wait for the default stream": (906, "unsafe"),
+    "query the default stream": (906, "unsafe"),
+    "wait for another stream": ("unsafe", "unsafe"),
+    "query another stream": ("unsafe", "unsafe"),
+    "free": ("unsafe", "unsafe"),
+    "allocate": ("unsafe", "unsafe"),
+    "pin": ("unsafe", "unsafe"),
+    "wait for an event": ("unsafe", "unsafe"),
+    "query an event": ("unsafe", "unsafe"),
+    "fill in another stream": (0, 0),
+    "copy to pageable memory in it": (0, 0),
+}
+
+
+@pytest.mark.parametrize("mode", [GLOBAL, OF_THREAD, RELAXED])
+@pytest.mark.parametrize("flags", [0, NON_BLOCKING])
+@pytest.mark.parametrize("what", REFUSED)
+def test_capture_refuses(api, mode, flags, what):
+    memory, freed, other = api.allocate(MIB), Address(), api.stream()
+    host, event, pointer = ctypes.create_string_buffer(8), Pointer(), Pointer()
+    api.cuMemAlloc_v2(ctypes.byref(freed), Size(8))
+    api.cuEventCreate(ctypes.byref(event), 0)
+    api.cuEventRecord(event, None)
+    api.cuCtxSynchronize()
+    stream = api.stream(flags)
+    api.cuStreamBeginCapture_v2(stream, mode)
+    result = {
+        "copy": lambda: cuda.cuMemcpyDtoH_v2(host, memory, Size(8)),
+        "fill": lambda: cuda.cuMemsetD8_v2(memory, 1, Size(8)),
+        "fill in the default stream": lambda: cuda.cuMemsetD8Async(
+            memory, 1, Size(8), None
+        ),
+        "wait for the default stream": lambda: cuda.cuStreamSynchronize(None),
+        "query the default stream": lambda: cuda.cuStreamQuery(None),
+        "wait for another stream": lambda: cuda.cuStreamSynchronize(other),
+        "query another stream": lambda: cuda.cuStreamQuery(other),
+        "free": lambda: cuda.cuMemFree_v2(freed),
+        "allocate": lambda: cuda.cuMemAlloc_v2(ctypes.byref(freed), Size(8)),
+        "pin": lambda: cuda.cuMemHostAlloc(ctypes.byref(pointer), Size(8), 0),
+        "wait for an event": lambda: cuda.cuEventSynchronize(event),
+        "query an event": lambda: cuda.cuEventQuery(event),
+        "fill in another stream": lambda: cuda.cuMemsetD8Async(
+            memory, 1, Size(8), other
+        ),
+        "copy to pageable memory in it": lambda: cuda.cuMemcpyDtoHAsync_v2(
+            host, memory, Size(8), stream
+        ),
+    }[what]()
+    expected = REFUSED[what][flags]
+    if expected == "unsafe":
+        expected = 0 if mode == RELAXED else 900
+    assert result == expected
+    assert capturing(stream) == ("spoilt" if expected else "yes")
+    assert end_capture(stream) == (901 if expected else 0)
+    api.cuEventDestroy_v2(event)
+
+
+def test_thread_can_allow_itself_what_a_capture_forbids(api):
+    stream, mode = api.stream(), ctypes.c_int(RELAXED)
+    api.cuStreamBeginCapture_v2(stream, GLOBAL)
+    api.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert mode.value == GLOBAL
+    api.allocate(8)
+    api.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert end_capture(stream) == 0
+
+
+def test_stream_joins_a_capture_by_an_event(api):
+    stream, other, event = api.stream(), api.stream(), Pointer()
+    memory, host = api.allocate(8), ctypes.create_string_buffer(8)
+    api.cuMemsetD8_v2(memory, 7, Size(8))
+    api.cuEventCreate(ctypes.byref(event), 0)
+    api.cuStreamBeginCapture_v2(stream, RELAXED)
+    api.cuEventRecord(event, stream)
+    api.cuStreamWaitEvent(other, event, 0)
+    assert capturing(other) == "yes"
+    api.cuMemsetD8Async(memory, 1, Size(8), other)
+    api.cuEventRecord(event, other)
+    api.cuStreamWaitEvent(stream, event, 0)
+    assert end_capture(stream) == 0
+    assert capturing(other) == "no"
+    api.cuMemcpyDtoH_v2(host, memory, Size(8))
+    assert host.raw == b"\7" * 8
+    api.cuStreamBeginCapture_v2(stream, RELAXED)
+    api.cuEventRecord(event, stream)
+    api.cuStreamWaitEvent(other, event, 0)
+    assert end_capture(other) == 903
+    assert end_capture(stream) == 901
+    api.cuEventDestroy_v2(event)
+
+
+def test_capture_is_ended_by_the_thread_that_began_it(api):
+    stream, results = api.stream(), []
+    api.cuStreamBeginCapture_v2(stream, GLOBAL)
+    thread = threading.Thread(target=lambda: results.append(end_capture(stream)))
+    thread.start()
+    thread.join()
+    assert results == [908]
+    assert end_capture(stream) == ILLEGAL_STATE
+
+
 def test_relaxed_capture_allows_to_allocate(api):
     stream = api.stream()
     api.cuStreamBeginCapture_v2(stream, RELAXED)
@@ -316,6 +424,34 @@ def test_pinned_memory_is_known(api):
     assert results == [INVALID_VALUE, 0, 712, 0, 713]
 
 
+def test_pinned_memory_stays_until_a_copy_is_done(api):
+    stream, memory, own = api.stream(), api.allocate(MIB), bytearray(2 * MIB)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(own))
+    api.cuMemHostRegister_v2(Pointer(start), Size(MIB), 0)
+    api.spin(KERNEL_MS, stream)
+    api.cuMemcpyDtoHAsync_v2(Pointer(start), memory, Size(MIB), stream)
+    assert took_ms(cuda.cuMemHostUnregister, Pointer(start)) > KERNEL_MS / 2
+    results = [
+        cuda.cuMemHostRegister_v2(Pointer(start + 4096), Size(8192), 0),
+        cuda.cuMemHostRegister_v2(Pointer(start), Size(8192), 0),
+        cuda.cuMemHostRegister_v2(Pointer(start), Size(2**64 - 1), 0),
+        cuda.cuMemHostUnregister(Pointer(start + 4096)),
+        cuda.cuMemFreeAsync(api.pin(8), stream),
+        cuda.cuMemFree_v2(api.pin(8)),
+    ]
+    assert results == [0, 712, INVALID_VALUE, 0, INVALID_VALUE, INVALID_VALUE]
+
+
+def test_pool_gives_again_what_was_freed_in_the_same_stream(api):
+    stream, memory = api.stream(), Address()
+    size = free_bytes() * 2 // 3
+    for _ in range(4):
+        api.cuMemAllocAsync(ctypes.byref(memory), Size(size), stream)
+        api.cuMemsetD8Async(memory, 1, Size(100), stream)
+        api.cuMemFreeAsync(memory, stream)
+    api.cuStreamSynchronize(stream)
+
+
 # Contexts
 
 
@@ -334,7 +470,8 @@ def test_context_takes_its_memory_along(api):
     assert free_bytes() >= before - MIB
     host = ctypes.create_string_buffer(8)
     assert cuda.cuMemcpyDtoH_v2(host, memory, Size(8)) == INVALID_VALUE
-    assert cuda.cuCtxDestroy_v2(context) == CONTEXT_IS_DESTROYED
+    # Both were seen; a real driver does not keep what has been destroyed.
+    assert cuda.cuCtxDestroy_v2(context) in (INVALID_CONTEXT, CONTEXT_IS_DESTROYED)
 
 
 PRIMARY = """

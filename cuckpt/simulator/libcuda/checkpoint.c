@@ -62,7 +62,7 @@ struct storage {
     uint32_t number; /* the target's */
     unsigned region_count;
     struct arena *arenas[MAX_GPUS];
-    CUstream streams[MAX_GPUS];
+    uint64_t streams[MAX_GPUS]; /* their ids: the caller may destroy them */
     struct offer *offer; /* NULL once it is withdrawn */
     struct storage *next;
 };
@@ -194,14 +194,6 @@ static bool is_zero(const void *memory, size_t size)
     return true;
 }
 
-static CUdevice device_with(unsigned gpu)
-{
-    for (CUdevice device = 0; own_arena(device); device++)
-        if (self.gpu_of_device[device] == gpu)
-            return device;
-    return 0;
-}
-
 static void withdraw(struct storage *storage)
 {
     struct offer **place;
@@ -223,7 +215,7 @@ static void drop(struct storage *storage)
         if (storage->arenas[i])
             unmap_foreign(storage->arenas[i]);
         if (storage->streams[i])
-            destroy_stream(storage->streams[i]);
+            destroy_offered_stream(storage->streams[i]);
     }
     withdraw(storage);
     free(storage);
@@ -239,17 +231,19 @@ static CUresult map_regions(struct storage *storage, int group,
     offer->info.device_count = storage->region_count = answer->region_count;
     for (unsigned i = 0; i < answer->region_count; i++) {
         CUcontext context = primary_context(device_with(answer->regions[i].gpu));
+        CUstream stream;
         char path[64];
 
         snprintf(path, sizeof path, "/proc/%d/fd/%d", group,
                  answer->regions[i].file);
         storage->arenas[i] = map_foreign(path, answer->regions[i].size);
         if (!storage->arenas[i] ||
-            make_stream(context, NON_BLOCKING, 0, &storage->streams[i]) != SUCCESS)
+            make_stream(context, NON_BLOCKING, 0, &stream) != SUCCESS)
             return OUT_OF_MEMORY;
+        storage->streams[i] = stream->id;
         offer->regions[i].device_pointer = (uintptr_t)storage->arenas[i]->base;
         offer->regions[i].size = answer->regions[i].size;
-        offer->regions[i].stream = storage->streams[i];
+        offer->regions[i].stream = stream;
     }
     return SUCCESS;
 }
@@ -356,7 +350,7 @@ static struct storage *take(uint64_t handle)
 static CUresult wait_for_streams(const struct storage *storage)
 {
     for (unsigned i = 0; i < storage->region_count; i++) {
-        const CUresult result = wait_for_stream(storage->streams[i]);
+        const CUresult result = wait_for_offered_stream(storage->streams[i]);
 
         if (result == STREAM_CAPTURE_UNSUPPORTED ||
             result == STREAM_CAPTURE_INVALIDATED)

@@ -157,12 +157,12 @@ static void end_primary(struct context *context)
     const bool was_active = context->active;
 
     context->active = false;
-    context->failed = SUCCESS;
     if (was_active)
         count_contexts(context->device, -1);
     pthread_mutex_unlock(&lock);
     if (was_active)
         empty(context);
+    context->failed = SUCCESS; /* also of what was still to be done */
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)

@@ -179,6 +179,8 @@ static CUresult add_to_stream(struct work *work, CUstream stream)
 
     if (result == SUCCESS)
         result = carry_out_now(work, false);
+    if (result == SUCCESS && is_capturing(stream))
+        return SUCCESS;
     if (result == SUCCESS && !work->width)
         result = prepare_copy(work, stream, &is_done);
     if (result != SUCCESS || is_done)

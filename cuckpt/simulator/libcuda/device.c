@@ -61,6 +61,15 @@ unsigned visible_gpus(unsigned gpus[MAX_GPUS])
     return count;
 }
 
+/* The device that a GPU is to this process; the first if it does not see it. */
+CUdevice device_with(unsigned gpu)
+{
+    for (CUdevice device = 0; own_arena(device); device++)
+        if (self.gpu_of_device[device] == gpu)
+            return device;
+    return 0;
+}
+
 CUresult valid_device(CUdevice device)
 {
     return own_arena(device) ? SUCCESS : INVALID_DEVICE;

@@ -6,7 +6,9 @@
 #include <stdlib.h>
 
 struct event {
-    bool recorded, captured;
+    CUcontext context;
+    bool recorded;
+    uint64_t captured;       /* in which capture it was recorded last, or 0 */
     uint64_t stream, number; /* the work that it waits for */
     uint64_t at;             /* when that was done, ns */
     int holders;             /* its owner, and each work that has it */
@@ -30,19 +32,32 @@ static void let_go(CUevent event)
     free(event);
 }
 
-/* Get a copy of an event. */
+/* Find an event; the lock is held. */
+static CUevent find(CUevent event)
+{
+    CUevent found = events;
+
+    while (found && (found != event || found->destroyed))
+        found = found->next;
+    return found;
+}
+
+static CUresult no_event(CUevent event)
+{
+    return event ? CONTEXT_IS_DESTROYED : INVALID_HANDLE;
+}
+
+/* Get a copy of an event whose context is of use. */
 static CUresult look_up(CUevent event, struct event *copy)
 {
     CUevent found;
 
     pthread_mutex_lock(&lock);
-    found = events;
-    while (found && (found != event || found->destroyed))
-        found = found->next;
+    found = find(event);
     if (found)
         *copy = *found;
     pthread_mutex_unlock(&lock);
-    return found ? SUCCESS : event ? CONTEXT_IS_DESTROYED : INVALID_HANDLE;
+    return found ? check_context(copy->context) : no_event(event);
 }
 
 /* When the machine is left, after its streams. */
@@ -72,6 +87,7 @@ EXPORT CUresult cuEventCreate(CUevent *event, unsigned flags)
     if (!made)
         return OUT_OF_MEMORY;
     made->holders = 1;
+    made->context = context;
     pthread_mutex_lock(&lock);
     made->next = events;
     events = made;
@@ -83,16 +99,16 @@ EXPORT CUresult cuEventCreate(CUevent *event, unsigned flags)
 EXPORT CUresult cuEventDestroy_v2(CUevent event)
 {
     ENTER;
-    struct event copy;
-    const CUresult result = look_up(event, &copy);
+    CUevent found;
 
-    if (result != SUCCESS)
-        return result;
     pthread_mutex_lock(&lock);
-    event->destroyed = true;
-    let_go(event);
+    found = find(event);
+    if (found) {
+        found->destroyed = true;
+        let_go(found);
+    }
     pthread_mutex_unlock(&lock);
-    return SUCCESS;
+    return found ? SUCCESS : no_event(event);
 }
 
 /* A stream has come to a record of this event. */
@@ -104,30 +120,40 @@ void happen(CUevent event)
     pthread_mutex_unlock(&lock);
 }
 
+/* Both locks are held. */
+static CUresult record(CUevent event, CUstream stream)
+{
+    const struct work work = {.event = event};
+    CUresult result;
+
+    event->captured = stream->capture == NO_CAPTURE ? 0 : stream->capture_origin;
+    if (event->captured)
+        return SUCCESS;
+    event->holders++;
+    result = add_to(stream, &work);
+    if (result != SUCCESS) {
+        let_go(event);
+        return result;
+    }
+    event->recorded = true;
+    event->stream = stream->id;
+    event->number = stream->added;
+    return SUCCESS;
+}
+
 EXPORT CUresult cuEventRecord(CUevent event, CUstream handle)
 {
     ENTER;
-    const struct work record = {.event = event};
-    struct event copy;
-    CUresult result = look_up(event, &copy);
-    CUstream stream;
+    CUresult result;
+    CUstream stream = lock_usable_stream(handle, &result);
+    CUevent found;
 
-    if (result != SUCCESS)
-        return result;
-    stream = lock_stream(handle, &result);
     pthread_mutex_lock(&lock);
-    if (stream) {
-        event->recorded = true;
-        event->captured = stream->capture != NO_CAPTURE;
-        event->stream = stream->id;
-        if (!event->captured) {
-            event->holders++;
-            result = add_to(stream, &record);
-            event->number = stream->added;
-            if (result != SUCCESS)
-                let_go(event);
-        }
-    }
+    found = find(event);
+    if (!found)
+        result = no_event(event);
+    else if (stream)
+        result = record(found, stream);
     pthread_mutex_unlock(&lock);
     unlock_streams();
     return result;
@@ -142,30 +168,38 @@ EXPORT CUresult cuEventSynchronize(CUevent event)
 {
     ENTER;
     struct event copy;
-    const CUresult result = look_up(event, &copy);
+    CUresult result = look_up(event, &copy);
 
     if (result != SUCCESS)
         return result;
     if (copy.captured) {
-        spoil_capture(copy.stream);
+        spoil_capture(copy.captured);
         return CAPTURED_EVENT;
     }
+    result = refuse_while_capturing(copy.context, false);
+    if (result != SUCCESS)
+        return result;
     if (copy.recorded)
         wait_for_work(copy.stream, copy.number);
-    return SUCCESS;
+    return check_context(copy.context);
 }
 
 EXPORT CUresult cuEventQuery(CUevent event)
 {
     ENTER;
     struct event copy;
-    const CUresult result = look_up(event, &copy);
+    CUresult result = look_up(event, &copy);
 
     if (result != SUCCESS)
         return result;
-    if (copy.captured)
+    if (copy.captured) {
+        spoil_capture(copy.captured);
         return INVALID_VALUE;
-    return copy.recorded && !is_done(copy.stream, copy.number) ? NOT_READY : SUCCESS;
+    }
+    result = refuse_while_capturing(copy.context, false);
+    if (result == SUCCESS && copy.recorded && !is_done(copy.stream, copy.number))
+        result = NOT_READY;
+    return result;
 }
 
 EXPORT CUresult cuEventElapsedTime_v2(float *milliseconds, CUevent start,
@@ -181,7 +215,7 @@ EXPORT CUresult cuEventElapsedTime_v2(float *milliseconds, CUevent start,
         return INVALID_VALUE;
     if (result != SUCCESS)
         return result;
-    if (!from.recorded || !to.recorded)
+    if (!from.recorded || !to.recorded || from.captured || to.captured)
         return INVALID_HANDLE;
     if (!is_done(from.stream, from.number) || !is_done(to.stream, to.number))
         return NOT_READY;
@@ -195,13 +229,21 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags
 {
     ENTER;
     struct event copy;
-    const CUresult result = look_up(event, &copy);
     struct work wait = {0};
+    CUresult result = look_up(event, &copy);
+    CUstream other;
 
     if (result != SUCCESS)
         return result;
     if (flags > 1)
         return INVALID_VALUE;
+    if (copy.captured) {
+        other = lock_usable_stream(stream, &result);
+        if (other)
+            join_capture(all_streams(), other, copy.captured);
+        unlock_streams();
+        return result;
+    }
     wait.after = copy.stream;
     wait.after_number = copy.number;
     return copy.recorded ? add_work(stream, &wait) : SUCCESS;

@@ -50,21 +50,22 @@ enum fate suffer_faults(enum operation operation, uint64_t number,
     enum fate fate = SPARED;
 
     for (uint32_t i = 0; i < machine->fault_count; i++) {
-        const struct fault *fault = &machine->faults[i];
+        /* It may give way to another one as soon as the call counts as made. */
+        const struct fault fault = machine->faults[i];
         const uint64_t start = now_ns();
-        const uint64_t end = fault->delay_ns > UINT64_MAX - start
-                                 ? UINT64_MAX : start + fault->delay_ns;
+        const uint64_t end = fault.delay_ns > UINT64_MAX - start
+                                 ? UINT64_MAX : start + fault.delay_ns;
 
-        if (!meets(fault, operation, number, when))
+        if (!meets(&fault, operation, number, when))
             continue;
         if (!wait_until(end, listener))
             return ENDED;
-        if (fault->kill == TARGET)
+        if (fault.kill == TARGET)
             kill(getpid(), SIGKILL);
-        if (fault->kill == CALLER)
+        if (fault.kill == CALLER && caller > 0)
             kill(caller, SIGKILL);
-        if (fault->result >= 0) {
-            *result = fault->result;
+        if (fault.result >= 0) {
+            *result = fault.result;
             fate = DECIDED;
         }
     }

@@ -23,9 +23,19 @@ static struct pinned **find(const char *start, size_t size)
     struct pinned **link = &all;
 
     while (*link && !(start >= (*link)->start &&
-                      start + size <= (*link)->start + (*link)->size))
+                      (size_t)(start - (*link)->start) < (*link)->size &&
+                      size <= (*link)->size - (size_t)(start - (*link)->start)))
         link = &(*link)->next;
     return link;
+}
+
+/* Whether some of these bytes are pinned; the lock is held. */
+static bool overlaps(const char *start, size_t size)
+{
+    for (const struct pinned *pinned = all; pinned; pinned = pinned->next)
+        if (start < pinned->start + pinned->size && pinned->start < start + size)
+            return true;
+    return false;
 }
 
 bool describe_pinned(CUdeviceptr pointer, CUdeviceptr *base, size_t *size,
@@ -116,12 +126,15 @@ EXPORT CUresult cuMemHostAlloc(void **pointer, size_t size, unsigned flags)
 {
     ENTER;
     CUcontext context;
-    const CUresult result = need_context(&context);
+    CUresult result = need_context(&context);
 
     if (result != SUCCESS)
         return result;
     if (!pointer || size == 0 || flags > 7)
         return INVALID_VALUE;
+    result = refuse_while_capturing(context, false);
+    if (result != SUCCESS)
+        return result;
     return allocate_pinned(pointer, size, flags);
 }
 
@@ -138,20 +151,31 @@ EXPORT CUresult cuMemFreeHost(void *pointer)
 
     if (result != SUCCESS)
         return result;
-    if (is_pinned((uintptr_t)pointer, 1))
-        wait_for_context(context); /* a copy may be on its way */
+    if (is_pinned((uintptr_t)pointer, 1)) {
+        const CUresult refused = refuse_while_capturing(context, false);
+
+        if (refused != SUCCESS)
+            return refused;
+        wait_for_everything(); /* a copy may be on its way */
+    }
     return free_pinned(pointer) ? SUCCESS : INVALID_VALUE;
 }
 
 EXPORT CUresult cuMemHostRegister_v2(void *pointer, size_t size, unsigned flags)
 {
     ENTER;
+    CUcontext context;
     CUresult result;
 
-    if (!pointer || !size || flags > 15)
+    if (!pointer || !size || flags > 15 || size > SIZE_MAX - (uintptr_t)pointer)
         return INVALID_VALUE;
+    result = need_context(&context);
+    if (result == SUCCESS)
+        result = refuse_while_capturing(context, false);
+    if (result != SUCCESS)
+        return result;
     pthread_mutex_lock(&lock);
-    if (*find(pointer, 1))
+    if (overlaps(pointer, size))
         result = HOST_MEMORY_ALREADY_REGISTERED;
     else
         result = keep(pointer, size, true, flags);
@@ -164,6 +188,7 @@ EXPORT CUresult cuMemHostUnregister(void *pointer)
     ENTER;
     if (!pointer)
         return INVALID_VALUE;
+    wait_for_everything();
     return forget(pointer, true) ? SUCCESS : HOST_MEMORY_NOT_REGISTERED;
 }
 

@@ -18,7 +18,8 @@ struct ipc_handle {
     uint64_t machine, owner, checkpoints, offset, size;
     uint32_t slot;
     int32_t file;
-    char reserved[8];
+    uint32_t gpu;
+    char reserved[4];
 };
 
 struct import {
@@ -50,6 +51,7 @@ EXPORT CUresult cuIpcGetMemHandle(struct ipc_handle *handle, CUdeviceptr pointer
         .size = allocation.size,
         .slot = (uint32_t)(self.slot - the_machine()->slots),
         .file = own_arena(device)->file,
+        .gpu = self.gpu_of_device[device],
     };
     memcpy(handle->magic, magic, sizeof magic);
     self.exported++;
@@ -90,6 +92,7 @@ static CUresult import_memory(const struct ipc_handle *handle, struct import **m
         return INVALID_VALUE;
     }
     import->arena->file_offset = (off_t)handle->offset;
+    import->arena->gpu = handle->gpu;
     import->handle = *handle;
     import->next = imports;
     imports = *made = import;
@@ -142,7 +145,7 @@ EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr pointer)
 
     if (result != SUCCESS)
         return result;
-    wait_for_context(context);
+    wait_for_everything();
     pthread_mutex_lock(&lock);
     link = &imports;
     while (*link && (uintptr_t)(*link)->arena->base != pointer)

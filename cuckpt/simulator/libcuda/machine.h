@@ -56,7 +56,8 @@ struct machine {
         uint32_t kill;  /* enum victim */
         uint64_t delay_ns;
     } faults[MAX_FAULTS];
-    _Atomic uint64_t calls[OPERATIONS];
+    _Atomic uint64_t calls[OPERATIONS];    /* that have been begun */
+    _Atomic uint64_t finished[OPERATIONS]; /* of these */
     /* Whoever has called cuInit: process and restore thread, in one word. Once
      * that thread is gone, by death or exec, the slot is free. */
     struct slot {

@@ -300,6 +300,25 @@ bool describe_allocation(CUdeviceptr pointer, CUdeviceptr *base, CUdevice *devic
     return found != NULL;
 }
 
+/* As describe_allocation, of memory of another process. */
+bool describe_foreign(CUdeviceptr pointer, CUdeviceptr *base, size_t *size,
+                      unsigned *gpu)
+{
+    const struct arena *arena;
+    bool found;
+
+    pthread_mutex_lock(&lock);
+    arena = arena_at(pointer);
+    found = arena && !arena->of_chunk;
+    if (found) {
+        *base = (uintptr_t)arena->base;
+        *size = arena->size;
+        *gpu = arena->gpu;
+    }
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
 /* Places of bytes */
 
 /* Whether the bytes belong to one allocation, or to what another process shares. */
@@ -385,7 +404,11 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer)
         return SUCCESS;
     result = need_context(&context);
     if (result == SUCCESS)
-        result = wait_for_context(context); /* it may be in use until then */
+        result = refuse_while_capturing(context, false);
+    if (result != SUCCESS)
+        return result;
+    wait_for_everything(); /* it may be in use until then, also by other contexts */
+    result = check_context(context);
     return result == SUCCESS ? release(pointer) : result;
 }
 

@@ -34,7 +34,7 @@ static struct address look_up(CUdeviceptr pointer)
 {
     struct address address = {.device = NO_DEVICE_KNOWN};
     struct allocation allocation;
-    unsigned flags;
+    unsigned flags, gpu;
 
     if (describe_pinned(pointer, &address.base, &address.size, &flags)) {
         address.type = OF_HOST;
@@ -46,6 +46,12 @@ static struct address look_up(CUdeviceptr pointer)
         address.context = allocation.context;
         address.managed = allocation.managed;
         address.size = allocation.size;
+    }
+    if (!address.type &&
+        describe_foreign(pointer, &address.base, &address.size, &gpu)) {
+        address.type = OF_DEVICE;
+        address.device = device_with(gpu);
+        address.context = primary_context(address.device);
     }
     address.pool = pool_of(pointer);
     if (address.pool)

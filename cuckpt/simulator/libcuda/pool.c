@@ -230,13 +230,10 @@ static CUresult allocate_from(struct pool *pool, size_t size, CUdeviceptr *point
     return SUCCESS;
 }
 
-static CUresult allocate_for(CUmemoryPool pool, size_t size, CUdeviceptr *pointer)
+static CUresult try_to_allocate(CUmemoryPool pool, size_t size, CUdeviceptr *pointer)
 {
     CUresult result = INVALID_VALUE;
 
-    if (!pointer)
-        return INVALID_VALUE;
-    *pointer = 0;
     pthread_mutex_lock(&lock);
     if (is_pool(pool))
         result = size ? allocate_from(pool, size, pointer) : SUCCESS;
@@ -244,7 +241,22 @@ static CUresult allocate_for(CUmemoryPool pool, size_t size, CUdeviceptr *pointe
     return result;
 }
 
-/* Memory is there at once: nobody can tell that from the right moment. */
+/* What is freed in the stream before gives room. */
+static CUresult allocate_for(CUmemoryPool pool, size_t size, CUstream stream,
+                             CUdeviceptr *pointer)
+{
+    CUresult result;
+
+    if (!pointer)
+        return INVALID_VALUE;
+    *pointer = 0;
+    result = try_to_allocate(pool, size, pointer);
+    if (result != OUT_OF_MEMORY)
+        return result;
+    result = wait_for_stream(stream);
+    return result == SUCCESS ? try_to_allocate(pool, size, pointer) : result;
+}
+
 EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *pointer, size_t size,
                                         CUmemoryPool pool, CUstream stream)
 {
@@ -252,7 +264,7 @@ EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *pointer, size_t size,
     CUdevice device;
     const CUresult result = device_of_stream(stream, &device);
 
-    return result == SUCCESS ? allocate_for(pool, size, pointer) : result;
+    return result == SUCCESS ? allocate_for(pool, size, stream, pointer) : result;
 }
 
 EXPORT CUresult cuMemAllocAsync(CUdeviceptr *pointer, size_t size, CUstream stream)
@@ -263,7 +275,17 @@ EXPORT CUresult cuMemAllocAsync(CUdeviceptr *pointer, size_t size, CUstream stre
 
     if (result != SUCCESS)
         return result;
-    return allocate_for(current_pool(device), size, pointer);
+    return allocate_for(current_pool(device), size, stream, pointer);
+}
+
+static bool is_block(CUdeviceptr pointer)
+{
+    bool is;
+
+    pthread_mutex_lock(&lock);
+    is = *find_block(pointer) != NULL;
+    pthread_mutex_unlock(&lock);
+    return is;
 }
 
 static CUresult do_free(const struct work *work)
@@ -279,12 +301,10 @@ EXPORT CUresult cuMemFreeAsync(CUdeviceptr pointer, CUstream stream)
     CUdeviceptr base = 0;
     CUdevice device;
     struct allocation allocation;
-    size_t size;
-    unsigned flags;
 
-    if (pointer && !describe_allocation(pointer, &base, &device, &allocation))
-        describe_pinned(pointer, &base, &size, &flags);
-    if (pointer != base)
+    if (pointer && !is_block(pointer) &&
+        (!describe_allocation(pointer, &base, &device, &allocation) ||
+         pointer != base))
         return INVALID_VALUE;
     return pointer ? add_work(stream, &work) : SUCCESS;
 }
@@ -344,7 +364,7 @@ static CUresult read_location(const struct location_of_memory *location,
     *device = location->type == ON_DEVICE ? location->id : -1;
     if (allocation_type != 1 || location->type < ON_DEVICE ||
         location->type > ON_HOST_NODE ||
-        (*device >= 0 && valid_device(*device) != SUCCESS))
+        (location->type == ON_DEVICE && valid_device(*device) != SUCCESS))
         return INVALID_VALUE;
     return SUCCESS;
 }

@@ -27,7 +27,6 @@ static int listener = -1;
 static atomic_int connection = -1; /* to the caller that is being served */
 static pthread_t restore_thread_handle;
 static atomic_int restore_thread_id;
-static atomic_bool ending; /* who still waits in the listener gets no answer */
 static bool forked;
 
 uint64_t now_ns(void)
@@ -134,6 +133,7 @@ static bool serve(const struct request *request, struct answer *answer)
         fate = suffer_faults(operation, number, AFTER, caller.pid, listener,
                              &answer->result);
     }
+    the_machine()->finished[operation]++;
     return fate != ENDED;
 }
 
@@ -143,7 +143,7 @@ static void serve_caller(void)
     struct answer answer = {0};
 
     if (recv(connection, &request, sizeof request, 0) == sizeof request) {
-        if (!ending && serve(&request, &answer))
+        if (!self.ending && serve(&request, &answer))
             send(connection, &answer, sizeof answer, MSG_NOSIGNAL);
     }
     close(connection);
@@ -156,7 +156,7 @@ static void *restore_thread(void *unused)
 
     restore_thread_id = (int)syscall(SYS_gettid);
     wake(&restore_thread_id);
-    while (!self.initialized)
+    while (!self.initialized && !self.ending)
         wait_while(&self.initialized, 0, UINT64_MAX);
     for (;;) {
         connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
@@ -211,6 +211,23 @@ static CUresult listen_to_callers(void)
     return SUCCESS;
 }
 
+static void end_restore_thread(void)
+{
+    self.ending = true;
+    ring_bell(); /* a lock may be waiting */
+    wake(&self.initialized);
+    shutdown(listener, SHUT_RDWR);
+    pthread_join(restore_thread_handle, NULL);
+    self.ending = false;
+    restore_thread_id = 0;
+}
+
+static void stop_listening(void)
+{
+    close(listener);
+    listener = -1;
+}
+
 static CUresult start_restore_thread(void)
 {
     sigset_t all, before;
@@ -251,7 +268,10 @@ CUresult start_process(void)
             result = start_restore_thread();
         if (result == SUCCESS) {
             self.slot = take_slot(restore_thread_id);
-            result = self.slot ? SUCCESS : OPERATING_SYSTEM;
+            if (!self.slot) {
+                end_restore_thread();
+                result = OPERATING_SYSTEM;
+            }
         }
         if (result == SUCCESS && !handles_fork) {
             handles_fork = true;
@@ -261,8 +281,7 @@ CUresult start_process(void)
             self.initialized = 1;
             wake(&self.initialized);
         } else if (listener >= 0) {
-            close(listener);
-            listener = -1;
+            stop_listening();
         }
     }
     pthread_mutex_unlock(&once);
@@ -275,13 +294,8 @@ void end_process(void)
     forget_operations();
     if (!self.initialized)
         return;
-    ending = true;
-    shutdown(listener, SHUT_RDWR); /* which ends the restore thread */
-    pthread_join(restore_thread_handle, NULL);
-    ending = false;
-    close(listener);
-    listener = -1;
-    restore_thread_id = 0;
+    end_restore_thread();
+    stop_listening();
     forget_transitions();
     forget_streams();
     forget_events();

@@ -11,8 +11,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 enum { LINGER_NS = 100000000 };
 
@@ -69,6 +67,17 @@ static void free_stream(CUstream stream)
     free(stream);
 }
 
+CUstream all_streams(void)
+{
+    return streams;
+}
+
+CUstream lock_streams(void)
+{
+    pthread_mutex_lock(&lock);
+    return streams;
+}
+
 CUstream lock_stream(CUstream handle, CUresult *problem)
 {
     CUstream found;
@@ -82,6 +91,9 @@ CUstream lock_stream(CUstream handle, CUresult *problem)
     if (*problem != SUCCESS)
         return NULL;
     if (context) {
+        *problem = refuse_implicit_capture(streams, context);
+        if (*problem != SUCCESS)
+            return NULL;
         found = default_stream(context);
         if (!found)
             *problem = OUT_OF_MEMORY;
@@ -95,6 +107,15 @@ CUstream lock_stream(CUstream handle, CUresult *problem)
     return found;
 }
 
+CUstream lock_usable_stream(CUstream handle, CUresult *problem)
+{
+    CUstream stream = lock_stream(handle, problem);
+
+    if (stream)
+        *problem = check_context(stream->context);
+    return *problem == SUCCESS ? stream : NULL;
+}
+
 void unlock_streams(void)
 {
     pthread_mutex_unlock(&lock);
@@ -103,7 +124,7 @@ void unlock_streams(void)
 CUresult device_of_stream(CUstream handle, CUdevice *device)
 {
     CUresult problem;
-    const CUstream stream = lock_stream(handle, &problem);
+    const CUstream stream = lock_usable_stream(handle, &problem);
 
     if (stream)
         *device = device_of(stream->context);
@@ -139,6 +160,18 @@ CUresult destroy_stream(CUstream handle)
         destroy(stream);
     unlock_streams();
     return problem;
+}
+
+/* One that custom storage handed out, if it is still there. */
+void destroy_offered_stream(uint64_t id)
+{
+    CUstream stream;
+
+    pthread_mutex_lock(&lock);
+    stream = stream_with(id);
+    if (stream && !stream->is_destroyed)
+        destroy(stream);
+    pthread_mutex_unlock(&lock);
 }
 
 void destroy_streams_of(CUcontext context)
@@ -196,7 +229,8 @@ static uint64_t waits_until(CUstream stream)
     }
     if (!work->started_at)
         work->started_at = now_ns();
-    until = work->started_at + work->duration_ns;
+    until = work->duration_ns > UINT64_MAX - 1 - work->started_at
+                ? UINT64_MAX - 1 : work->started_at + work->duration_ns;
     if (work->lingers && !hurries(stream) && until < work->added_at + LINGER_NS)
         until = work->added_at + LINGER_NS;
     return until <= now_ns() ? 0 : until;
@@ -331,7 +365,7 @@ CUresult add_to(CUstream stream, const struct work *work)
 CUresult add_work(CUstream handle, const struct work *work)
 {
     CUresult result;
-    CUstream stream = lock_stream(handle, &result);
+    CUstream stream = lock_usable_stream(handle, &result);
     bool is_added = false;
 
     if (stream && stream->capture == NO_CAPTURE) {
@@ -373,61 +407,59 @@ void wait_for_work(uint64_t id, uint64_t number)
     }
 }
 
-/* A stream that captures has nothing to wait for, and is spoilt by the attempt. The
- * lock is held. */
-CUresult refuse_capture(CUstream stream)
-{
-    if (stream->capture == NO_CAPTURE)
-        return SUCCESS;
-    if (stream->capture == INVALIDATED)
-        return STREAM_CAPTURE_INVALIDATED;
-    stream->capture = INVALIDATED;
-    return STREAM_CAPTURE_UNSUPPORTED;
-}
-
-void spoil_capture(uint64_t id)
-{
-    CUstream stream;
-
-    pthread_mutex_lock(&lock);
-    stream = stream_with(id);
-    if (stream)
-        refuse_capture(stream);
-    pthread_mutex_unlock(&lock);
-}
-
 CUresult wait_for_stream(CUstream handle)
 {
     CUresult problem;
-    CUstream stream = lock_stream(handle, &problem);
+    CUstream stream = lock_usable_stream(handle, &problem);
     const uint64_t id = stream ? stream->id : 0, number = stream ? stream->added : 0;
     CUcontext context = stream ? stream->context : NULL;
 
     if (stream)
-        problem = refuse_capture(stream);
+        problem = refuse_capture(streams, stream);
     unlock_streams();
+    if (problem == SUCCESS)
+        problem = refuse_while_capturing(context, false);
+    if (problem == SUCCESS && (uintptr_t)handle <= 2)
+        problem = wait_for_blocking_streams(context);
     if (problem != SUCCESS)
         return problem;
-    if ((uintptr_t)handle <= 2)
-        wait_for_blocking_streams(context);
     wait_for_work(id, number);
     return check_context(context);
 }
 
-/* The next stream of a context, by number, that has work left, or nothing. */
+/* One that custom storage handed out, if it is still there. */
+CUresult wait_for_offered_stream(uint64_t id)
+{
+    CUresult problem = SUCCESS;
+    CUstream stream;
+    uint64_t number = 0;
+
+    pthread_mutex_lock(&lock);
+    stream = stream_with(id);
+    if (stream) {
+        number = stream->added;
+        problem = refuse_capture(streams, stream);
+    }
+    pthread_mutex_unlock(&lock);
+    if (problem == SUCCESS)
+        wait_for_work(id, number);
+    return problem;
+}
+
+/* The next stream of a context, or of any, by number, that has work left. */
 static CUstream next_busy(CUcontext context, uint64_t after, unsigned but)
 {
     CUstream next = NULL;
 
     for (CUstream stream = streams; stream; stream = stream->next)
-        if (stream->context == context && stream->id > after &&
+        if ((!context || stream->context == context) && stream->id > after &&
             stream->done < stream->added && !(stream->flags & but) &&
             (!next || stream->id < next->id))
             next = stream;
     return next;
 }
 
-static CUresult wait_for_all(CUcontext context, unsigned but)
+static void wait_for_all(CUcontext context, unsigned but)
 {
     uint64_t id = 0;
 
@@ -441,36 +473,31 @@ static CUresult wait_for_all(CUcontext context, unsigned but)
         number = stream ? stream->added : 0;
         pthread_mutex_unlock(&lock);
         if (!id)
-            return check_context(context);
+            return;
         wait_for_work(id, number);
     }
 }
 
 CUresult wait_for_context(CUcontext context)
 {
-    return wait_for_all(context, 0);
+    wait_for_all(context, 0);
+    return check_context(context);
+}
+
+void wait_for_everything(void)
+{
+    wait_for_all(NULL, 0);
 }
 
 CUresult wait_for_blocking_streams(CUcontext context)
 {
-    return wait_for_all(context, NON_BLOCKING);
-}
-
-/* Calls that a capture does not allow, such as an allocation, spoil it. */
-CUresult refuse_while_capturing(CUcontext context, bool relaxed_too)
-{
-    const int thread = (int)syscall(SYS_gettid);
-    CUresult result = SUCCESS;
+    CUresult problem;
 
     pthread_mutex_lock(&lock);
-    for (CUstream stream = streams; stream; stream = stream->next) {
-        const bool forbids = stream->capture_mode == CAPTURE_GLOBAL || relaxed_too ||
-                             (stream->capture_mode == CAPTURE_OF_THREAD &&
-                              stream->capturing_thread == thread);
-
-        if (stream->context == context && stream->capture == CAPTURING && forbids)
-            result = refuse_capture(stream);
-    }
+    problem = refuse_implicit_capture(streams, context);
     pthread_mutex_unlock(&lock);
-    return result;
+    if (problem != SUCCESS)
+        return problem;
+    wait_for_all(context, NON_BLOCKING);
+    return check_context(context);
 }

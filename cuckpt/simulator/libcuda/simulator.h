@@ -14,7 +14,8 @@
  * copy.c      copies and fills
  * ipc.c       device memory of other processes
  * queue.c     streams as queues of work
- * stream.c    streams and stream capture, as an API
+ * stream.c    streams, as an API
+ * capture.c   stream capture
  * event.c     events
  * kernel.c    the one kernel there is
  * symbols.c   names of results and functions
@@ -53,7 +54,10 @@ enum {
     NOT_SUPPORTED = 801,
     STREAM_CAPTURE_UNSUPPORTED = 900,
     STREAM_CAPTURE_INVALIDATED = 901,
+    STREAM_CAPTURE_UNMATCHED = 903,
+    STREAM_CAPTURE_IMPLICIT = 906,
     CAPTURED_EVENT = 907,
+    STREAM_CAPTURE_WRONG_THREAD = 908,
 };
 
 enum state { RUNNING, LOCKED, CHECKPOINTED, FAILED, CHECKPOINTING, RESTORING };
@@ -70,6 +74,7 @@ typedef struct pool *CUmemoryPool;
 
 struct self {
     atomic_int initialized;
+    atomic_bool ending;           /* it leaves the machine; nobody gets an answer */
     atomic_int state;
     atomic_int calls;             /* API calls under way */
     atomic_int pending;           /* pieces of work in streams */
@@ -132,6 +137,7 @@ struct arena {
     struct allocation **of_chunk; /* NULL: of another process, in one piece */
     atomic_int users; /* copies under way */
     off_t file_offset;
+    unsigned gpu;
     struct arena *next;
 };
 
@@ -155,6 +161,8 @@ CUresult release(CUdeviceptr pointer);
 void release_all_of(CUcontext context);
 bool describe_allocation(CUdeviceptr pointer, CUdeviceptr *base, CUdevice *device,
                          struct allocation *allocation);
+bool describe_foreign(CUdeviceptr pointer, CUdeviceptr *base, size_t *size,
+                      unsigned *gpu);
 bool take_place(CUdeviceptr pointer, size_t size, struct place *place);
 void leave_place(const struct place *place);
 
@@ -194,6 +202,7 @@ CUdevice device_of(CUcontext context);
 /* device.c */
 
 CUresult valid_device(CUdevice device);
+CUdevice device_with(unsigned gpu);
 unsigned visible_gpus(unsigned gpus[MAX_GPUS]);
 
 /* queue.c */
@@ -226,6 +235,7 @@ struct stream {
     enum capture capture;
     enum capture_mode capture_mode;
     int capturing_thread;
+    uint64_t capture_origin; /* the stream with which the capture began */
     bool is_default, is_destroyed, has_thread;
     uint64_t added, done, wanted; /* pieces of work: how many; 1 to `wanted` hurry */
     struct work *first, *last;
@@ -234,6 +244,8 @@ struct stream {
 
 enum { NON_BLOCKING = 1 };
 
+CUstream all_streams(void); /* locked; each leads to the next */
+CUstream lock_streams(void);
 CUresult make_stream(CUcontext context, unsigned flags, int priority,
                      CUstream *stream);
 CUresult destroy_stream(CUstream stream);
@@ -243,16 +255,27 @@ CUresult add_work(CUstream handle, const struct work *work);
 CUresult add_to(CUstream stream, const struct work *work); /* locked */
 CUresult wait_for_stream(CUstream handle);
 CUresult wait_for_context(CUcontext context);
+void wait_for_everything(void);
 CUresult wait_for_blocking_streams(CUcontext context);
-CUresult refuse_capture(CUstream stream); /* locked */
-void spoil_capture(uint64_t stream);
-CUresult refuse_while_capturing(CUcontext context, bool relaxed_too);
+CUresult wait_for_offered_stream(uint64_t id);
+void destroy_offered_stream(uint64_t id);
 void wait_for_work(uint64_t stream, uint64_t number);
 bool is_done(uint64_t stream, uint64_t number);
 CUresult device_of_stream(CUstream handle, CUdevice *device);
-/* With the streams locked: the stream of a handle, or NULL. */
+/* With the streams locked: the stream of a handle, or NULL. That of a context that
+ * has failed is no usable one. */
 CUstream lock_stream(CUstream handle, CUresult *problem);
+CUstream lock_usable_stream(CUstream handle, CUresult *problem);
 void unlock_streams(void);
+
+/* capture.c */
+
+CUresult refuse_capture(CUstream streams, CUstream stream);
+CUresult refuse_implicit_capture(CUstream streams, CUcontext context);
+CUresult refuse_while_capturing(CUcontext context, bool relaxed_too);
+bool is_capturing(CUstream handle);
+void join_capture(CUstream streams, CUstream stream, uint64_t origin);
+void spoil_capture(uint64_t origin);
 
 /* event.c */
 

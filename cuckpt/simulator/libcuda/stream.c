@@ -1,14 +1,6 @@
-/* Streams, and the capture of their work, as an API.
- *
- * What is captured is not kept: there is nothing that could launch a graph here.
- * But a stream that captures refuses what a real one refuses.
- */
+/* Streams, as an API. */
 #define _GNU_SOURCE
 #include "simulator.h"
-
-#include <stdlib.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 EXPORT CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags,
                                            int priority)
@@ -43,12 +35,16 @@ EXPORT CUresult cuStreamQuery(CUstream handle)
 {
     ENTER;
     CUresult result;
-    CUstream stream = lock_stream(handle, &result);
+    CUstream stream = lock_usable_stream(handle, &result);
     const uint64_t id = stream ? stream->id : 0, number = stream ? stream->added : 0;
+    CUcontext context = stream ? stream->context : NULL;
+    const bool captures = stream && stream->capture != NO_CAPTURE;
 
-    if (stream)
-        result = refuse_capture(stream);
     unlock_streams();
+    if (captures)
+        return wait_for_stream(handle); /* which says how it refuses */
+    if (result == SUCCESS)
+        result = refuse_while_capturing(context, false);
     if (result == SUCCESS && !is_done(id, number))
         result = NOT_READY;
     return result;
@@ -116,69 +112,4 @@ EXPORT CUresult cuStreamGetCtx_v2(CUstream stream, CUcontext *context,
     return cuStreamGetCtx(stream, context);
 }
 
-/* Capture */
-
-EXPORT CUresult cuStreamBeginCapture_v2(CUstream handle, int mode)
-{
-    ENTER;
-    CUresult result;
-    CUstream stream = lock_stream(handle, &result);
-
-    if (mode < CAPTURE_GLOBAL || mode > CAPTURE_RELAXED)
-        result = INVALID_VALUE;
-    else if (stream && stream->is_default)
-        result = STREAM_CAPTURE_UNSUPPORTED;
-    else if (stream && stream->capture != NO_CAPTURE)
-        result = ILLEGAL_STATE;
-    if (result == SUCCESS) {
-        stream->capture = CAPTURING;
-        stream->capture_mode = (enum capture_mode)mode;
-        stream->capturing_thread = (int)syscall(SYS_gettid);
-    }
-    unlock_streams();
-    return result;
-}
-
-EXPORT CUresult cuStreamEndCapture(CUstream handle, void **graph)
-{
-    ENTER;
-    CUresult result;
-    CUstream stream;
-
-    if (!graph)
-        return INVALID_VALUE;
-    *graph = NULL;
-    stream = lock_stream(handle, &result);
-    if (stream && stream->capture == NO_CAPTURE)
-        result = ILLEGAL_STATE;
-    else if (stream && stream->capture == INVALIDATED)
-        result = STREAM_CAPTURE_INVALIDATED;
-    if (stream)
-        stream->capture = NO_CAPTURE;
-    unlock_streams();
-    if (result == SUCCESS && !(*graph = malloc(1)))
-        result = OUT_OF_MEMORY;
-    return result;
-}
-
-EXPORT CUresult cuThreadExchangeStreamCaptureMode(int *mode)
-{
-    static _Thread_local int current = CAPTURE_GLOBAL;
-    const int before = current;
-
-    if (!mode || *mode < CAPTURE_GLOBAL || *mode > CAPTURE_RELAXED)
-        return INVALID_VALUE;
-    current = *mode;
-    *mode = before;
-    return SUCCESS;
-}
-
-EXPORT CUresult cuGraphDestroy(void *graph)
-{
-    ENTER;
-    free(graph);
-    return graph ? SUCCESS : INVALID_VALUE;
-}
-
 PLAIN(cuStreamDestroy, cuStreamDestroy_v2);
-PLAIN(cuStreamBeginCapture, cuStreamBeginCapture_v2);

@@ -47,7 +47,7 @@ static CUresult lock_process(uint32_t timeout_ms)
 
         if (self.calls == 0 && self.pending == 0)
             return SUCCESS;
-        if (deadline <= now_ns()) {
+        if (deadline <= now_ns() || self.ending) {
             set_state(RUNNING);
             return NOT_READY;
         }
