@@ -111,16 +111,28 @@ static CUresult connect_to(int group, int *connection)
     return SUCCESS;
 }
 
+/* Whether the last thread of a process has ended: the first may have before. */
+static bool listens_no_more(int group)
+{
+    int connection;
+
+    if (connect_to(group, &connection) != SUCCESS)
+        return true;
+    close(connection);
+    return false;
+}
+
 /* The target has closed the connection: it is about to die, unless it has left the
  * machine. Whoever looks at it next is to find it dead. */
-static void wait_for_death(int pid)
+static void wait_for_death(int group)
 {
     const struct timespec a_moment = {0, 1000000};
     struct process_facts facts;
 
-    for (int i = 0; look_up_process(pid, &facts); i++) {
-        if (facts.state == 'Z' || facts.state == 'X' ||
-            (i >= 200 && !facts.is_exiting) || i >= 10000)
+    for (int i = 0; look_up_process(group, &facts) && i < 10000; i++) {
+        const bool is_dead = facts.state == 'Z' || facts.state == 'X';
+
+        if (is_dead ? listens_no_more(group) : i >= 200 && !facts.is_exiting)
             return;
         nanosleep(&a_moment, NULL);
     }
