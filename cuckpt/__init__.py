@@ -1,28 +1,35 @@
 """Checkpoint, suspend, move and restore the GPU state of running processes.
 
-``cuckpt.driver`` mirrors the checkpoint part of ``cuda.bindings._v2.driver``;
-``cuckpt.structs`` are its structs, ``cuckpt.errors`` its exceptions,
-``cuckpt.uuids`` the forms of a GPU's UUID. Importing any of them loads neither
-a driver nor a third-party package.
+``Process`` and ``ProcessGroup`` suspend and resume; ``doctor`` tells what will stand
+in the way. Below them, ``cuckpt.driver`` mirrors the checkpoint part of
+``cuda.bindings._v2.driver``; ``cuckpt.structs`` are its structs, ``cuckpt.errors`` its
+exceptions, ``cuckpt.uuids`` the forms of a GPU's UUID. Importing any of them loads
+neither a driver nor a third-party package.
 """
 
 import importlib
 
 _MODULES = ("driver", "errors", "structs", "uuids")
+_NAMES = {
+    "Process": "process",
+    "ProcessGroup": "group",
+    "doctor": "diagnosis",
+}
 
-__all__ = [*_MODULES, "__version__"]
+__all__ = [*_MODULES, *_NAMES, "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
+    if name in _MODULES or name in _NAMES:
         try:
-            return importlib.import_module(f"cuckpt.{name}")
+            module = importlib.import_module(f"cuckpt.{_NAMES.get(name, name)}")
         except ModuleNotFoundError as error:
             error.add_note(
                 f"cuckpt is imported from {__path__[0]}. If that is its source, it is "
                 "not built there: run from another folder, or with python -P."
             )
             raise
+        return getattr(module, name) if name in _NAMES else module
     if name == "__version__":
         from importlib.metadata import version
 

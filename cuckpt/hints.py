@@ -5,6 +5,8 @@ Never calls the driver: an explanation must not change or wait for a target.
 
 import os
 
+from cuckpt.proc import read_status
+
 
 def explain(
     text: str, status: int, call: str | None = None, pid: int | None = None
@@ -43,7 +45,7 @@ def _cause(status: int, call: str, pid: int | None) -> str | None:
 def _not_initialized(call: str, pid: int) -> str:
     if pid == os.getpid():
         return "this process has not called cuInit; call init(0) first"
-    status = _read_status(pid)
+    status = read_status(pid)
     if status is None:
         return _unseen(pid)
     if status["State"].startswith("Z"):
@@ -68,7 +70,7 @@ def _init_note(call: str) -> str:
 def _operating_system(call: str, pid: int) -> str:
     if pid <= 0:
         return "a process id is a positive number"
-    status = _read_status(pid)
+    status = read_status(pid)
     if status is None:
         return _unseen(pid)
     owner = int(status["Uid"].split()[0])
@@ -113,17 +115,6 @@ def _ptrace_scope() -> int:
             return int(file.read())
     except (OSError, ValueError):
         return 0
-
-
-def _read_status(pid: int) -> dict[str, str] | None:
-    try:
-        with open(f"/proc/{pid}/status", errors="replace") as file:
-            return {
-                name: value.strip()
-                for name, _, value in (line.partition(":") for line in file)
-            }
-    except OSError:
-        return None
 
 
 _ABOUT_THE_PROCESS = {3: _not_initialized, 304: _operating_system}

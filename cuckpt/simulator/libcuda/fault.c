@@ -60,8 +60,10 @@ enum fate suffer_faults(enum operation operation, uint64_t number,
             continue;
         if (!wait_until(end, listener))
             return ENDED;
-        if (fault.kill == TARGET)
+        if (fault.kill == TARGET) {
+            the_machine()->finished[operation]++; /* nobody will later */
             kill(getpid(), SIGKILL);
+        }
         if (fault.kill == CALLER && caller > 0)
             kill(caller, SIGKILL);
         if (fault.result >= 0) {
