@@ -34,9 +34,10 @@ HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_vo
 def pytest_addoption(parser):
     parser.addoption(
         "--driver",
-        choices=["null", "real"],
+        choices=["null", "simulated", "real"],
         default="null",
-        help="null: a driver that does nothing; real: tests/gpu, on what is there",
+        help="null: a driver that does nothing; simulated: tests/jobs, each test on a "
+        "machine of its own; real: tests/gpu, on what is there",
     )
 
     parser.addoption(
@@ -55,17 +56,24 @@ def pytest_configure(config):
             driver.init(0)
         except (RuntimeError, driver.DriverError) as error:
             pytest.exit(f"--driver=real needs a driver and a GPU: {error}", 4)
-    else:
+    elif config.getoption("driver") == "null":
         folder = tempfile.TemporaryDirectory()
         config.add_cleanup(folder.cleanup)
         os.environ["CUCKPT_LIBCUDA"] = str(build_null_driver(Path(folder.name)))
 
 
+FOLDERS = {"real": ROOT / "tests/gpu", "simulated": ROOT / "tests/jobs"}
+
+
 def pytest_ignore_collect(collection_path, config):
-    needs_gpu = (ROOT / "tests/gpu") in (collection_path, *collection_path.parents)
-    if collection_path.is_file() and needs_gpu != (
-        config.getoption("driver") == "real"
-    ):
+    inside = [
+        name
+        for name, folder in FOLDERS.items()
+        if folder in (collection_path, *collection_path.parents)
+    ]
+    if collection_path.is_file() and (inside or ["null"]) != [
+        config.getoption("driver")
+    ]:
         return True
     return None
 

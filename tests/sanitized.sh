@@ -32,5 +32,6 @@ TSAN_OPTIONS=halt_on_error=1 \
 PYTHONMALLOC=malloc PYTHONPATH="$work/site" \
     python -P -m pytest --ignore tests/test_cython.py --ignore tests/test_examples.py \
     --ignore tests/test_simulator_threads.py --ignore tests/test_simulator_numba.py \
+    --ignore tests/test_jobs.py \
     --deselect tests/test_lifetime.py::test_nothing_leaks \
     --deselect tests/test_lifetime.py::test_memory_is_the_same_after_many_calls "$@"

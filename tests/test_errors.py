@@ -162,8 +162,8 @@ def test_hint_tells_that_ptrace_may_be_refused(hook, monkeypatch, sleeper):
     owner = os.stat(f"/proc/{sleeper.pid}").st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner or 1)
     monkeypatch.setattr(hints, "_ptrace_scope", lambda: 2)
-    status = hints._read_status(sleeper.pid) | {"Uid": f"{owner or 1}\t0\t0\t0"}
-    monkeypatch.setattr(hints, "_read_status", lambda pid: status)
+    status = hints.read_status(sleeper.pid) | {"Uid": f"{owner or 1}\t0\t0\t0"}
+    monkeypatch.setattr(hints, "read_status", lambda pid: status)
     assert "kernel.yama.ptrace_scope = 2" in failure(hook, 304, sleeper.pid)
 
 
