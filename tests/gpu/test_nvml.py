@@ -73,9 +73,16 @@ def test_count_of_processes_is_asked_for_first(target, gpu):
     assert count.value >= 1
 
 
-def test_nothing_is_told_before_init():
-    count, error = ctypes.c_uint(), nvml.NVML_ERROR_UNINITIALIZED
-    nvml.nvmlInit()  # finds the library
-    nvml.nvmlShutdown()
-    assert nvml.nvmlLib.nvmlDeviceGetCount_v2(ctypes.byref(count)) == error
-    assert nvml.nvmlLib.nvmlShutdown() == error
+UNINITIALIZED = """
+import ctypes, pynvml as nvml
+nvml.nvmlInit()  # finds the library
+nvml.nvmlShutdown()
+count = ctypes.byref(ctypes.c_uint())
+print([nvml.nvmlLib.nvmlDeviceGetCount_v2(count), nvml.nvmlLib.nvmlShutdown()])
+"""
+
+
+def test_nothing_is_told_before_init(spawn):
+    # In a process of its own: PyTorch calls nvmlInit as well.
+    error = nvml.NVML_ERROR_UNINITIALIZED
+    assert spawn("-u", "-c", UNINITIALIZED).answer() == f"[{error}, {error}]"
