@@ -26,6 +26,8 @@ case $kind in
     *address*) runtime=libasan.so ;;
     *thread*) runtime=libtsan.so ;;
 esac
+many=tests/test_simulator_processes.py
+many+=::test_two_hundred_targets_suspend_and_resume_and_leave_nothing
 LD_PRELOAD="$(gcc -print-file-name=$runtime) $(gcc -print-file-name=libstdc++.so.6)" \
 ASAN_OPTIONS=detect_leaks=0 \
 TSAN_OPTIONS=halt_on_error=1 \
@@ -34,4 +36,5 @@ PYTHONMALLOC=malloc PYTHONPATH="$work/site" \
     --ignore tests/test_simulator_threads.py --ignore tests/test_simulator_numba.py \
     --ignore tests/test_jobs.py \
     --deselect tests/test_lifetime.py::test_nothing_leaks \
+    --deselect "$many" \
     --deselect tests/test_lifetime.py::test_memory_is_the_same_after_many_calls "$@"
