@@ -164,19 +164,27 @@ EXPORT CUresult cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned 
     return flags > 1 ? INVALID_VALUE : cuEventRecord(event, stream);
 }
 
+/* Get a copy of an event that may be waited for now. */
+static CUresult may_be_waited_for(CUevent event, CUresult if_captured,
+                                  struct event *copy)
+{
+    const CUresult result = look_up(event, copy);
+
+    if (result != SUCCESS)
+        return result;
+    if (copy->captured) {
+        spoil_capture(copy->captured);
+        return if_captured;
+    }
+    return refuse_while_capturing(copy->context, false);
+}
+
 EXPORT CUresult cuEventSynchronize(CUevent event)
 {
     ENTER;
     struct event copy;
-    CUresult result = look_up(event, &copy);
+    const CUresult result = may_be_waited_for(event, CAPTURED_EVENT, &copy);
 
-    if (result != SUCCESS)
-        return result;
-    if (copy.captured) {
-        spoil_capture(copy.captured);
-        return CAPTURED_EVENT;
-    }
-    result = refuse_while_capturing(copy.context, false);
     if (result != SUCCESS)
         return result;
     if (copy.recorded)
@@ -188,18 +196,11 @@ EXPORT CUresult cuEventQuery(CUevent event)
 {
     ENTER;
     struct event copy;
-    CUresult result = look_up(event, &copy);
+    const CUresult result = may_be_waited_for(event, INVALID_VALUE, &copy);
 
     if (result != SUCCESS)
         return result;
-    if (copy.captured) {
-        spoil_capture(copy.captured);
-        return INVALID_VALUE;
-    }
-    result = refuse_while_capturing(copy.context, false);
-    if (result == SUCCESS && copy.recorded && !is_done(copy.stream, copy.number))
-        result = NOT_READY;
-    return result;
+    return copy.recorded && !is_done(copy.stream, copy.number) ? NOT_READY : SUCCESS;
 }
 
 EXPORT CUresult cuEventElapsedTime_v2(float *milliseconds, CUevent start,

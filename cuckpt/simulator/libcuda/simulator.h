@@ -181,11 +181,6 @@ bool describe_pinned(CUdeviceptr pointer, CUdeviceptr *base, size_t *size,
                      unsigned *flags);
 void forget_pinned(void);
 
-/* copy.c */
-
-CUresult copy_now(CUdeviceptr to, bool to_device, CUdeviceptr from,
-                  bool from_device, size_t size);
-
 /* ipc.c */
 
 void close_imports(void);
