@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cuckpt import driver, gpu_map as maps, nvml, proc, uuids
+from cuckpt import driver, gpu_map as maps, nvml, proc
 from cuckpt.events import Watcher
 from cuckpt.passage import Outcome, Passage, State
 from cuckpt.process import Process
@@ -462,7 +462,7 @@ class _Run:
     def _compare_with_host_memory(self) -> None:
         """Note if there is less of it than all checkpoints need."""
         needed = sum(
-            sum((passage.process._used_bytes or {}).values())
+            passage.total_bytes()
             for pid, passage in self._passages.items()
             if self.initial[pid] != State.CHECKPOINTED
         )
@@ -488,8 +488,7 @@ class _Run:
         needed: dict[bytes, int] = {}
         for passage in suspended:
             passage.prepare(gpu_map)
-            for gpu, size in (passage.process._used_bytes or {}).items():
-                uuid = uuids.to_bytes(gpu)
+            for uuid, size in passage.needed_bytes().items():
                 needed[uuid] = needed.get(uuid, 0) + size
         gpus = suspended[0].noted("free memory", nvml.gpus) if needed else None
         if gpus is not None:

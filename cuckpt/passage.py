@@ -164,10 +164,7 @@ class Passage:
             return
         # Without persistence mode a restore needs it.
         driver.init(0)
-        needed = {
-            uuids.to_bytes(gpu): size
-            for gpu, size in (self.process._used_bytes or {}).items()
-        }
+        needed = self.needed_bytes()
         if not needed:
             self.note(
                 "not checked: free memory: how much it needs is not known, since "
@@ -179,14 +176,28 @@ class Passage:
             gpus = nvml.gpus()
         if gpus is None:
             return
+        pairs = self._complete(gpu_map or {}, gpus)
+        if gpu_map:
+            self._pairs = pairs
+
+    def total_bytes(self) -> int:
+        """Return the GPU memory that it had when it ran; 0 if that is not known."""
+        return sum((self.process._used_bytes or {}).values())
+
+    def needed_bytes(self) -> dict[bytes, int]:
+        """Return the same by the UUID of the GPU."""
+        used = self.process._used_bytes or {}
+        return {uuids.to_bytes(gpu): size for gpu, size in used.items()}
+
+    def _complete(
+        self, gpu_map: "Mapping[Any, Any]", gpus: list[nvml.GpuFacts]
+    ) -> list[tuple[bytes, bytes]]:
         try:
-            pairs = maps.complete(gpu_map or {}, gpus, needed)
+            return maps.complete(gpu_map, gpus, self.needed_bytes())
         except MemoryError as error:
             raise NoRoomError(
                 self.process.pid, f"cannot be restored: {error}"
             ) from None
-        if gpu_map:
-            self._pairs = pairs
 
     def advance(self, goal: int) -> None:
         """Go step by step to a state."""
@@ -203,7 +214,7 @@ class Passage:
 
     def step(self, verb: str) -> None:
         """Do one thing; an error after which it is done is none."""
-        size = sum((self.process._used_bytes or {}).values()) or None
+        size = self.total_bytes() or None
         phase = Phase(self.process._watcher, self.process.pid, verb, size)
         try:
             with phase:
@@ -314,22 +325,15 @@ class Passage:
 
     def refuse_without_room(self) -> None:
         """Raise if what this has checkpointed would be lost by a restore."""
-        needed = self.process._used_bytes
-        if not needed or self.process._read_state() != State.CHECKPOINTED:
+        if not self.needed_bytes() or self.process._read_state() != State.CHECKPOINTED:
             return
         gpus = self.noted("free memory", nvml.gpus)
         if gpus is not None:
-            by_uuid = {uuids.to_bytes(gpu): size for gpu, size in needed.items()}
-            try:
-                maps.complete(dict(self._pairs), gpus, by_uuid)
-            except MemoryError as error:
-                raise NoRoomError(
-                    self.process.pid, f"cannot be restored: {error}"
-                ) from None
+            self._complete(dict(self._pairs), gpus)
 
     def compare_with_host_memory(self) -> None:
         """Note if there is less of it than the checkpoint needs."""
-        needed = sum((self.process._used_bytes or {}).values())
+        needed = self.total_bytes()
         left = proc.memory_left()
         if left is not None and left[0] < needed:
             self.note(
