@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from cuckpt import driver, nvml, proc
 from cuckpt.gpu_map import mib
 from cuckpt.nvml import GpuFacts
-from cuckpt.process_errors import MissingExtraError, ProcessError
+from cuckpt.process_errors import (
+    ProcessError,
+    ProcessGoneError,
+    ProcessStoppedError,
+)
 
 _CAP_SYS_PTRACE = 19
 
@@ -62,7 +66,7 @@ def doctor(pids: Iterable[int] | None = None) -> list[Finding]:
     gpus = None
     try:
         gpus = nvml.gpus()
-    except (MissingExtraError, OSError) as error:
+    except (ImportError, OSError) as error:
         found.append(Finding("skipped", "GPUs", str(error)))
     if gpus is not None:
         found += [finding for gpu in gpus for finding in _gpu(gpu)]
@@ -197,6 +201,17 @@ def _host_memory(gpus: list[GpuFacts] | None, pids: list[int]) -> Iterator[Findi
         yield Finding("ok", "host memory", text)
 
 
+_WHAT_TO_DO: dict[type[Exception], str] = {
+    ProcessGoneError: "look for its pid: cuckpt.ProcessGroup.discover().pids",
+    ProcessStoppedError: "let it continue: kill -CONT, or thaw its cgroup",
+    ValueError: "give the pid of its process",
+    TypeError: "give a number",
+    driver.NotInitializedError: "leave it out: it uses no GPU memory",
+    driver.OperatingSystemError: "run as its user, as root, or with CAP_SYS_PTRACE",
+    Exception: "look at the kernel's log: dmesg",
+}
+
+
 def _process(pid: int, usable: bool) -> Iterator[Finding]:
     from cuckpt.process import Process
 
@@ -204,14 +219,13 @@ def _process(pid: int, usable: bool) -> Iterator[Finding]:
     try:
         process = Process(pid)
         state = process.state if usable else "not asked"
-    except (ProcessError, ValueError, TypeError) as error:
-        yield Finding(
-            "problem", subject, str(error), "it cannot be suspended", "see there"
-        )
+    except (ProcessError, ValueError, TypeError, driver.DriverError) as error:
+        do = next(do for kind, do in _WHAT_TO_DO.items() if isinstance(error, kind))
+        yield Finding("problem", subject, str(error), "it cannot be suspended", do)
         return
-    except driver.DriverError as error:
+    if process._is_lost:
         yield Finding(
-            "problem", subject, str(error), "it cannot be suspended", "see there"
+            "problem", subject, "is lost", "it can be restored no more", "end it"
         )
         return
     numbers = proc.facts(pid)

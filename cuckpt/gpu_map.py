@@ -24,7 +24,8 @@ def complete(
     ----------
     gpu_map : mapping
         From old to new, each a UUID in any form that `cuckpt.uuids.to_bytes` takes,
-        or, for a new one, the ordinal of a GPU.
+        or the ordinal of a GPU. A `cuckpt.structs.Uuid` can change, so is no key:
+        its `bytes` are.
     gpus : sequence of GpuFacts
         All GPUs of the machine.
     needed_bytes : mapping of bytes to int, optional
@@ -47,7 +48,7 @@ def complete(
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     told: dict[bytes, bytes] = {}
     for old, new in gpu_map.items():
-        pair = _known(old, by_uuid, "old"), _new(new, gpus, by_uuid)
+        pair = _known(old, gpus, "old"), _known(new, gpus, "new")
         if pair[0] in told:
             raise ValueError(f"GPU {uuids.to_text(pair[0])} is an old one twice")
         told[pair[0]] = pair[1]
@@ -74,26 +75,20 @@ def check_type(gpu_map: object) -> None:
         )
 
 
-def _known(uuid: object, by_uuid: Mapping[bytes, GpuFacts], which: str) -> bytes:
-    raw = uuids.to_bytes(uuid)
-    if raw not in by_uuid:
-        known = ", ".join(uuids.to_text(uuid) for uuid in by_uuid)
+def _known(gpu: object, gpus: Sequence[GpuFacts], which: str) -> bytes:
+    if isinstance(gpu, int) and not isinstance(gpu, bool):
+        for each in gpus:
+            if each.ordinal == gpu:
+                return each.uuid
+        raise ValueError(f"there is no GPU {gpu}: there are 0 to {len(gpus) - 1}")
+    raw = uuids.to_bytes(gpu)
+    known = [each.uuid for each in gpus]
+    if raw not in known:
         raise ValueError(
             f"the {which} GPU {uuids.to_text(raw)} is none of this machine, which has "
-            f"{known}"
+            f"{', '.join(map(uuids.to_text, known))}"
         )
     return raw
-
-
-def _new(
-    new: object, gpus: Sequence[GpuFacts], by_uuid: Mapping[bytes, GpuFacts]
-) -> bytes:
-    if isinstance(new, bool) or not isinstance(new, int):
-        return _known(new, by_uuid, "new")
-    for gpu in gpus:
-        if gpu.ordinal == new:
-            return gpu.uuid
-    raise ValueError(f"there is no GPU {new}: there are 0 to {len(gpus) - 1}")
 
 
 def _close_cycles(

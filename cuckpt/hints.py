@@ -178,12 +178,12 @@ _TABLE: dict[tuple[int, str | None], str] = {
     ),
     (401, _COMPLETE): "the operation is already complete",
     (600, _LOCK): (
-        "the process still had GPU work running or queued when timeout_ms was over; "
+        "the process still had GPU work running or queued when the time was over; "
         "it is RUNNING as before"
     ),
     (801, _CHECKPOINT): (
         "the process uses something that cannot be checkpointed, such as managed "
-        "memory, or the platform is not supported; it is still LOCKED: unlock it"
+        "memory, or the platform is not supported; the call has changed nothing"
     ),
     (802, None): "the system is not ready for CUDA yet; is nvidia-fabricmanager up?",
     (803, None): "libcuda and the NVIDIA kernel module are of different versions",

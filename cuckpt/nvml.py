@@ -96,7 +96,9 @@ def session() -> Iterator[Any]:
     """
     try:
         import pynvml  # type: ignore[import-untyped]
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "pynvml":
+            raise
         raise MissingExtraError("nvidia-ml-py", "jobs") from None
     try:
         pynvml.nvmlInit()

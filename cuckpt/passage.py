@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cuckpt import driver, gpu_map as maps, nvml, proc, uuids
-from cuckpt.events import Phase
+from cuckpt.events import Event, Phase, Watcher
 from cuckpt.process_errors import (
-    MissingExtraError,
     NoRoomError,
     ProcessBusyError,
     ProcessGoneError,
@@ -41,6 +41,7 @@ _AFTER = {
     "restore": State.LOCKED,
     "unlock": State.RUNNING,
 }
+WHAT_MAKES_ROOM = "free memory on that GPU, or resume with a gpu_map"
 _MAX_TIMEOUT_MS = (1 << 32) - 1
 _ATTEMPTS_TO_GO_BACK = 3
 _LONGEST_FIRST_LOCK_S = 10.0
@@ -72,6 +73,17 @@ class Outcome:
     used_bytes: dict[str, int] | None = None
     notes: list[str] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        states = [state for state in (self.before, self.after) if state is not None]
+        facts = [" -> ".join(states) or "not asked"]
+        facts += [f"{verb} {taken:.2f} s" for verb, taken in self.seconds.items()]
+        if self.used_bytes:
+            facts.append(maps.mib(sum(self.used_bytes.values())))
+        lines = _wrapped(f"{self.pid} {self.name}: {', '.join(facts)}", "", "    ")
+        for note in self.notes:
+            lines += _wrapped(note, "  - ", "    ")
+        return "\n".join(lines)
+
 
 class Passage:
     """The way of one process from state to state, and back if need be.
@@ -83,6 +95,17 @@ class Passage:
         Once it is set, nothing new is begun but the way back.
     deadline : float
         Until when a lock may wait, as `time.monotonic` tells.
+    tell : callable, optional
+        Called with each event.
+
+    Attributes
+    ----------
+    initial : State
+        In which it was when it was looked at.
+    has_moved : bool
+        Whether this has brought it to another state.
+    is_moved_by_others : bool
+        Whether somebody else has, meanwhile: then it is not brought back.
     """
 
     def __init__(
@@ -90,12 +113,19 @@ class Passage:
         process: "Process",
         cancelled: threading.Event,
         deadline: float = math.inf,
+        tell: Watcher | None = None,
     ) -> None:
         self.process = process
         self.outcome = Outcome(process.pid, process.name)
+        self.has_moved = False
+        self.is_moved_by_others = False
         self._cancelled = cancelled
         self._deadline = deadline
+        self._tell = tell or (lambda event: None)
         self._pairs: list[tuple[bytes, bytes]] = []
+        self._new_gpus: list[bytes] = []
+        self.initial = self._state = State.RUNNING
+        self._phase: str | None = None  # of the call that is under way
 
     def suspend(self) -> Outcome:
         """Suspend it, or bring it back."""
@@ -104,10 +134,11 @@ class Passage:
             self.compare_with_host_memory()
             self.advance(State.CHECKPOINTED)
             self.check_that_nothing_is_left()
+            self.expect(State.CHECKPOINTED)
             # In time for this: what was asked for meanwhile is undone as well.
             if self._cancelled.is_set() or is_asked_to_end():
                 raise KeyboardInterrupt
-        return self.finished()
+        return self.outcome
 
     def resume(self, gpu_map: "Mapping[Any, Any] | None") -> Outcome:
         """Resume it, or bring it back."""
@@ -117,7 +148,8 @@ class Passage:
         self.prepare(gpu_map)
         with self.brought_back(initial):
             self.advance(State.RUNNING)
-        return self.finished()
+            self.expect(State.RUNNING)
+        return self.outcome
 
     def end_suspension(
         self, initial: int, gpu_map: "Mapping[Any, Any] | None"
@@ -138,7 +170,7 @@ class Passage:
 
     def look(self) -> int:
         """Return its state, unless nothing can be done in that."""
-        state = self.process._read_state()
+        state = self.read_state()
         self.outcome.before = state_text(state)
         if state in (State.CHECKPOINTING, State.RESTORING):
             raise ProcessBusyError(
@@ -151,6 +183,7 @@ class Passage:
                 self.process.pid,
                 f"is {state_text(state).upper()}: nothing helps any more",
             )
+        self.initial = self._state = State(state)
         if state == State.RUNNING:
             self.process._used_bytes = self.noted(
                 "used memory", self.process.used_memory
@@ -196,38 +229,115 @@ class Passage:
             return maps.complete(gpu_map, gpus, self.needed_bytes())
         except MemoryError as error:
             raise NoRoomError(
-                self.process.pid, f"cannot be restored: {error}"
+                self.process.pid, f"cannot be restored: {error}; {WHAT_MAKES_ROOM}"
             ) from None
 
     def advance(self, goal: int) -> None:
         """Go step by step to a state."""
-        while (state := self.process._read_state()) != goal:
+        while (state := self._state_on_the_way_to(goal)) != goal:
             if self._cancelled.is_set():
                 raise KeyboardInterrupt
-            verb = _NEXT.get((State(state), State(goal)))
-            if verb is None:
-                raise ProcessBusyError(
-                    self.process.pid,
-                    f"has become {state_text(state).upper()} meanwhile",
-                )
-            self.step(verb)
+            self.step(_NEXT[state, State(goal)])
+
+    def _state_on_the_way_to(self, goal: int) -> State:
+        """Return its state; raise if somebody else leads it elsewhere."""
+        state = self.read_state()
+        if state != self._state:
+            self.is_moved_by_others = True
+            verb = _NEXT.get((self._state, State(goal)))
+            if verb is None or state != _AFTER[verb]:
+                raise self._busy(state)
+            self._state = State(state)
+        return self._state
 
     def step(self, verb: str) -> None:
         """Do one thing; an error after which it is done is none."""
         size = self.total_bytes() or None
-        phase = Phase(self.process._watcher, self.process.pid, verb, size)
+        process = self.process
+        phase = Phase(self._tell, process.pid, verb, size, process.name)
         try:
-            with phase:
+            with phase, self._under_way(verb):
                 self._call(verb)
         except driver.DriverError as error:
-            if self.process._read_state() != _AFTER[verb]:
-                raise
-            self.outcome.notes.append(f"{verb} is done, though the driver said {error}")
+            self._accept(verb, error)
         finally:
             before = self.outcome.seconds.get(verb, 0.0)
             self.outcome.seconds[verb] = before + phase.seconds
-            if phase.problem is not None:
-                self.note(f"on_event raised {phase.problem!r}")
+        self._state = _AFTER[verb]
+        self.has_moved = True
+        if verb == "restore":
+            self._keep_where_it_is()
+
+    def _accept(self, verb: str, error: driver.DriverError) -> None:
+        """Raise an error again, unless what was to be done is."""
+        state = self.read_state()
+        if state == _AFTER[verb]:
+            # So says the driver if somebody else was faster.
+            self.is_moved_by_others |= isinstance(error, driver.IllegalStateError)
+            self.note(f"{verb} is done, though the driver said {error}")
+        elif state == self._state:
+            raise error
+        else:
+            self.is_moved_by_others = True
+            raise self._busy(state) from error
+
+    def expect(self, goal: int) -> None:
+        """Raise unless it is in a state now."""
+        state = self.read_state()
+        self.outcome.after = state_text(state)
+        if state != goal:
+            self.is_moved_by_others = True
+            raise self._busy(state)
+
+    def _busy(self, state: int) -> ProcessBusyError:
+        return ProcessBusyError(
+            self.process.pid,
+            f"has become {state_text(state)} meanwhile: another program moves it",
+        )
+
+    def read_state(self) -> int:
+        """Return its state now."""
+        with self._under_way("state"):
+            return self.process._read_state()
+
+    @contextlib.contextmanager
+    def _under_way(self, phase: str) -> Iterator[None]:
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self._phase = None
+
+    def look_whether_it_waits(self) -> None:
+        """Tell, once, if a call waits since the process is stopped."""
+        phase = self._phase
+        why = self.process._why_silent() if phase else None
+        if not phase or not why or self._phase != phase:
+            return
+        note = f"{phase} had to wait: the process {why}"
+        if note not in self.outcome.notes:
+            self.note(note)
+            self._tell(
+                Event(
+                    self.process.pid,
+                    phase,
+                    "waiting",
+                    time.monotonic(),
+                    error=f"process {self.process.pid} {why}",
+                    name=self.process.name,
+                )
+            )
+
+    def _keep_where_it_is(self) -> None:
+        """After a restore with a map its memory is that of other GPUs."""
+        moved = {old: new for old, new in self._pairs if old != new}
+        self._pairs = []
+        used = self.needed_bytes()
+        self._new_gpus = [moved[gpu] for gpu in used or moved if gpu in moved]
+        if used and moved:
+            self.process._used_bytes = {
+                uuids.to_text(moved.get(gpu, gpu)): size for gpu, size in used.items()
+            }
 
     def _call(self, verb: str) -> None:
         if verb == "lock":
@@ -260,16 +370,17 @@ class Passage:
         try:
             self.process._refuse()
             self.process._restore(self._pairs)
+            self.process._is_lost = False
         except driver.DriverError as first:
             if self.process._read_state() != State.CHECKPOINTED:
                 raise
             try:
                 self.process._restore(self._pairs)
-                self.outcome.notes.append(
-                    f"restore succeeded at the second attempt, after {first}"
-                )
+                self.process._is_lost = False
+                self.note(f"restore succeeded at the second attempt, after {first}")
             except driver.OperatingSystemError:
                 self.process._refuse_gone()
+                self.process._is_lost = True
                 raise ProcessLostError(
                     self.process.pid,
                     f"is lost: it can be restored no more, since {first}. Only its "
@@ -284,13 +395,28 @@ class Passage:
         except ProcessLostError:
             raise
         except BaseException as error:
-            self.go_back(initial)
-            error.add_note(
-                f"process {self.process.pid} is {state_text(initial)}, as before"
-            )
+            self.bring_back(initial)
+            if not self.is_moved_by_others:
+                error.add_note(
+                    f"process {self.process.pid} is {state_text(initial)}, as before"
+                )
             for note in self.outcome.notes:
                 error.add_note(note)
             raise
+
+    def bring_back(self, initial: int) -> None:
+        """Undo what was done, unless somebody else has gone on from there."""
+        if not self.is_moved_by_others:
+            self.go_back(initial)
+        self.note_how_it_is(initial)
+
+    def note_how_it_is(self, initial: int) -> None:
+        """Note what is not as before, though it should have been brought back."""
+        if self.is_moved_by_others:
+            self.note("it is left as it is, since another program moves it")
+        elif self._new_gpus and initial == State.CHECKPOINTED:
+            gpus = ", ".join(map(uuids.to_text, self._new_gpus))
+            self.note(f"its memory is now that of {gpus}: to resume it needs no map")
 
     def go_back(self, initial: int) -> None:
         """Bring it to a state whatever happens; one failure is no reason to stop."""
@@ -301,9 +427,7 @@ class Passage:
                 if initial != State.CHECKPOINTED:
                     self.refuse_without_room()
                 self.advance(initial)
-            except ProcessLostError:
-                raise
-            except ProcessGoneError:
+            except (ProcessLostError, ProcessGoneError, ProcessBusyError):
                 raise
             except Exception as error:
                 if attempt == _ATTEMPTS_TO_GO_BACK:
@@ -314,7 +438,7 @@ class Passage:
 
     def _left(self, initial: int, error: Exception) -> ProcessLeftError:
         try:
-            state = state_text(self.process._read_state())
+            state = state_text(self.read_state())
         except Exception:
             state = "in an unknown state"
         return ProcessLeftError(
@@ -325,7 +449,7 @@ class Passage:
 
     def refuse_without_room(self) -> None:
         """Raise if what this has checkpointed would be lost by a restore."""
-        if not self.needed_bytes() or self.process._read_state() != State.CHECKPOINTED:
+        if not self.needed_bytes() or self.read_state() != State.CHECKPOINTED:
             return
         gpus = self.noted("free memory", nvml.gpus)
         if gpus is not None:
@@ -361,7 +485,7 @@ class Passage:
         """Look something up that can be done without; note if it is."""
         try:
             return look()
-        except (MissingExtraError, OSError) as error:
+        except (ImportError, OSError) as error:
             self.note(f"not checked: {what}: {error}")
             return None
 
@@ -372,7 +496,7 @@ class Passage:
 
     def finished(self) -> Outcome:
         """Return what came of it."""
-        self.outcome.after = state_text(self.process._read_state())
+        self.outcome.after = state_text(self.read_state())
         return self.outcome
 
 
@@ -399,3 +523,14 @@ def state_text(state: int) -> str:
         return State(state).name.lower()
     except ValueError:
         return f"in the unknown state {int(state)}"
+
+
+def _wrapped(text: str, first: str, more: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        80,
+        initial_indent=first,
+        subsequent_indent=more,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

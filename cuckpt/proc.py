@@ -226,8 +226,8 @@ def tree(pid: int) -> dict[int, str]:
     return {each: states[each] for each in found if each in states}
 
 
-def has_loaded(pid: int, library: str) -> bool:
-    """Tell whether a process has mapped a library, as far as it shows.
+def has_loaded(pid: int, library: str) -> bool | None:
+    """Tell whether a process has mapped a library; None if that may not be known.
 
     Parameters
     ----------
@@ -237,9 +237,15 @@ def has_loaded(pid: int, library: str) -> bool:
 
     Returns
     -------
-    bool
+    bool or None
     """
-    return any(f"/{library}" in line for line in _lines(f"/proc/{pid}/maps"))
+    try:
+        with open(f"/proc/{pid}/maps", errors="replace") as file:
+            return any(f"/{library}" in line for line in file)
+    except PermissionError:
+        return None
+    except OSError:
+        return False
 
 
 def environment(pid: int) -> dict[str, str]:

@@ -7,24 +7,33 @@ thread only, cannot stop it half way.
 """
 
 import contextlib
+import math
 import os
 import select
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from cuckpt import driver, gpu_map as maps, nvml, proc, uuids
-from cuckpt.events import Watcher
+from cuckpt.events import Teller, Watcher, watchers_of
+from cuckpt.lookout import Lookout
 from cuckpt.passage import Outcome, Passage, State, state_text
 from cuckpt.process_errors import ProcessGoneError, ProcessStoppedError
+from cuckpt.suspension import Suspension
+from cuckpt.turns import Turn
 from cuckpt.uninterrupted import deadline_in, in_time, uninterrupted
 
 __all__ = ["Outcome", "Process", "State"]
 
+_T = TypeVar("_T")
+
 _TIME_TO_ANSWER_S = 0.1
+_TIMES_TO_ASK = 4
 # GPU memory of processes when they ran last, by pid and start time: whoever resumes
 # one need not have suspended it with the same object.
 _used_bytes_of: dict[tuple[int, int | None], dict[str, int]] = {}
+_lost: set[tuple[int, int | None]] = set()
 
 
 class Process:
@@ -38,24 +47,26 @@ class Process:
     ----------
     pid : int
         Of a process, not of one of its threads.
-    on_event : callable, optional
-        Called with each `cuckpt.events.Event`, in any thread.
+    on_event : callable, or sequence of callables, optional
+        Called with each `cuckpt.events.Event`, one after the other, in a thread.
 
     Raises
     ------
     TypeError
-        If `pid` is no int.
+        If `pid` is no int, or `on_event` cannot be called.
     ValueError
         If it is not positive, or that of a thread.
     ProcessGoneError
         If there is no such process.
     """
 
-    def __init__(self, pid: int, on_event: Watcher | None = None) -> None:
+    def __init__(
+        self, pid: int, on_event: Watcher | Sequence[Watcher] | None = None
+    ) -> None:
         self._pid = _checked_int("pid", pid)
         if pid <= 0:
             raise ValueError("pid must be a positive int")
-        self._watcher = on_event
+        self._watchers = watchers_of(on_event)
         self._restore_thread: int | None = None
         self._pidfd: int | None = None
         found = proc.facts(pid)
@@ -79,10 +90,11 @@ class Process:
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot be copied or pickled: make one of its pid")
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # At the end of the program there may be no module `os` any more.
         pidfd = getattr(self, "_pidfd", None)
         if pidfd is not None:
-            os.close(pidfd)
+            close(pidfd)
 
     @property
     def pid(self) -> int:
@@ -269,10 +281,7 @@ class Process:
         ProcessLostError, ProcessLeftError
             If it could not be brought back either.
         """
-        deadline = deadline_in(timeout_s)
-        return uninterrupted(
-            lambda cancelled: Passage(self, cancelled, deadline).suspend()
-        )
+        return self._operate(Passage.suspend, deadline_in(timeout_s))
 
     def resume(self, gpu_map: "Mapping[Any, Any] | None" = None) -> Outcome:
         """Restore and unlock it: in the end it runs. One that does stays as it is.
@@ -280,8 +289,8 @@ class Process:
         Parameters
         ----------
         gpu_map : mapping, optional
-            From old to new GPUs: UUIDs in any form, for new ones also NVML's
-            ordinals. It is completed and checked, see `cuckpt.gpu_map.complete`.
+            From old to new GPUs: UUIDs in any form, or NVML's ordinals. It is
+            completed and checked, see `cuckpt.gpu_map.complete`.
 
         Returns
         -------
@@ -302,7 +311,7 @@ class Process:
         ProcessGoneError, ProcessStoppedError, ProcessBusyError, ProcessLeftError
             As `suspend`.
         """
-        return uninterrupted(lambda cancelled: Passage(self, cancelled).resume(gpu_map))
+        return self._operate(lambda passage: passage.resume(gpu_map))
 
     @contextlib.contextmanager
     def suspended(
@@ -327,16 +336,21 @@ class Process:
         """
         if gpu_map is not None:
             maps.complete(gpu_map, nvml.gpus())
-        initial = self._read_state()
+        suspension = Suspension(lambda: self._operate(end), gpu_map)
+
+        def begin(passage: Passage) -> Outcome:
+            outcome = passage.suspend()
+            suspension.hold({self._key: passage.initial})
+            return outcome
+
+        def end(passage: Passage) -> None:
+            for state, own_map in suspension.let_go().values():
+                passage.end_suspension(state, own_map)
+
         try:
-            yield self.suspend(timeout_s)
+            yield self._operate(begin, deadline_in(timeout_s))
         finally:
-            try:
-                self._end_suspension(initial, gpu_map)
-            except (KeyboardInterrupt, SystemExit):
-                # It may have come before anything was begun; twice is as good as once.
-                self._end_suspension(initial, gpu_map)
-                raise
+            suspension.end()
 
     def recover(self) -> Outcome:
         """Bring it back to RUNNING, from whatever state somebody left it in.
@@ -352,7 +366,7 @@ class Process:
         ProcessBusyError
             If somebody is checkpointing or restoring it through custom storage.
         """
-        return uninterrupted(lambda cancelled: Passage(self, cancelled).recover())
+        return self._operate(Passage.recover)
 
     def wait_for_state(self, state: str, timeout_s: float | None = None) -> None:
         """Wait until it has a state.
@@ -392,40 +406,71 @@ class Process:
                 raise TimeoutError(f"process {self._pid} is {seen}, not {state}")
             time.sleep(0.01)
 
-    def _end_suspension(
-        self, initial: int, gpu_map: "Mapping[Any, Any] | None"
-    ) -> None:
-        uninterrupted(
-            lambda cancelled: Passage(self, cancelled).end_suspension(initial, gpu_map)
-        )
+    def _operate(self, do: Callable[[Passage], _T], deadline: float = math.inf) -> _T:
+        """Do something in its turn that no signal stops half way."""
+
+        def work(cancelled: threading.Event) -> _T:
+            teller = Teller(self._watchers)
+            passage = Passage(self, cancelled, deadline, teller)
+            add_note: Callable[[str], None] = passage.note
+            try:
+                with (
+                    Turn(cancelled, deadline) as turn,
+                    Lookout(passage.look_whether_it_waits),
+                ):
+                    turn.take([self._key])
+                    return do(passage)
+            except BaseException as error:
+                add_note = error.add_note
+                raise
+            finally:
+                for _, problem in teller.finish():
+                    add_note(problem)
+
+        return uninterrupted(work)
+
+    @property
+    def _key(self) -> tuple[int, int | None]:
+        return self._pid, self._start_time
 
     @property
     def _used_bytes(self) -> dict[str, int] | None:
-        return _used_bytes_of.get((self._pid, self._start_time))
+        return _used_bytes_of.get(self._key)
 
     @_used_bytes.setter
     def _used_bytes(self, used: dict[str, int] | None) -> None:
         if used is None:
-            _used_bytes_of.pop((self._pid, self._start_time), None)
+            _used_bytes_of.pop(self._key, None)
         else:
-            _used_bytes_of[self._pid, self._start_time] = used
+            _used_bytes_of[self._key] = used
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether this program has found that it can be restored no more."""
+        return self._key in _lost
+
+    @_is_lost.setter
+    def _is_lost(self, is_lost: bool) -> None:
+        (_lost.add if is_lost else _lost.discard)(self._key)
 
     # Whether it can be asked
 
     def _refuse(self) -> None:
         """Raise if it is gone, or could not answer."""
         self._refuse_gone()
+        why = self._why_silent()
+        if why is not None:
+            raise ProcessStoppedError(self._pid, why)
+
+    def _why_silent(self) -> str | None:
         if proc.is_stopped(self._pid, self._restore_thread):
-            raise ProcessStoppedError(
-                self._pid,
+            return (
                 "is stopped (SIGSTOP or a debugger): a call about it would wait until "
-                "it continues; send it SIGCONT",
+                "it continues; send it SIGCONT"
             )
         if proc.is_frozen(self._pid):
-            raise ProcessStoppedError(
-                self._pid,
-                "is frozen by its cgroup: a call about it would wait for the thaw",
-            )
+            return "is frozen by its cgroup: a call about it would wait for the thaw"
+        return None
 
     def _refuse_gone(self) -> None:
         found = proc.facts(self._pid)
@@ -448,7 +493,7 @@ class Process:
     def _read_state(self) -> int:
         self._refuse()
         try:
-            state = driver.checkpoint_process_get_state(self._pid)
+            state = self._ask_for_state()
         except (driver.OperatingSystemError, driver.NotInitializedError):
             self._refuse_gone()  # it may have ended meanwhile
             raise
@@ -458,6 +503,18 @@ class Process:
                     self._pid
                 )
         return state
+
+    def _ask_for_state(self) -> int:
+        """Ask; that one has no CUDA state any more is not believed at once."""
+        for _ in range(_TIMES_TO_ASK - 1):
+            try:
+                return driver.checkpoint_process_get_state(self._pid)
+            except driver.NotInitializedError:
+                if self._restore_thread is None:
+                    raise
+            time.sleep(0.02)
+            self._refuse_gone()
+        return driver.checkpoint_process_get_state(self._pid)
 
     def _restore(self, pairs: list[tuple[bytes, bytes]]) -> None:
         args = driver.CheckpointRestoreArgs(gpu_pairs=pairs) if pairs else None

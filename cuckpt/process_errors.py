@@ -1,5 +1,9 @@
 """Why a process was not suspended or resumed, beyond what the driver says."""
 
+from collections.abc import Mapping
+
+_MOST_SKIPPED = 5
+
 
 class ProcessError(RuntimeError):
     """A process cannot be brought to the state that was asked for.
@@ -26,7 +30,7 @@ class ProcessStoppedError(ProcessError):
 
 
 class ProcessBusyError(ProcessError):
-    """Somebody else is checkpointing or restoring it through custom storage."""
+    """Somebody else moves it: another program, or another thread of this one."""
 
 
 class ProcessLostError(ProcessError):
@@ -39,6 +43,40 @@ class ProcessLeftError(ProcessError):
 
 class NoRoomError(ProcessError, MemoryError):
     """The GPU has too little free memory to restore it; nothing was tried."""
+
+
+class NoMembersError(ProcessLookupError):
+    """There is nobody to suspend in a group.
+
+    Attributes
+    ----------
+    skipped : dict of int to str
+        Who was left out, and why.
+    """
+
+    def __init__(self, skipped: Mapping[int, str]) -> None:
+        super().__init__(skipped)
+        self.skipped = dict(skipped)
+
+    def __str__(self) -> str:
+        return "\n  ".join(["the group has no members", *skipped_lines(self.skipped)])
+
+
+def skipped_lines(skipped: Mapping[int, str]) -> list[str]:
+    """Return a line for each process that was left out, as far as they are few.
+
+    Parameters
+    ----------
+    skipped : mapping of int to str
+        Why, by pid.
+
+    Returns
+    -------
+    list of str
+    """
+    lines = [f"process {pid}: {why}" for pid, why in skipped.items()]
+    more = len(lines) - _MOST_SKIPPED
+    return lines[:_MOST_SKIPPED] + ([f"and {more} more skipped"] if more > 0 else [])
 
 
 class MissingExtraError(ImportError):

@@ -76,13 +76,18 @@ def _in_a_thread(do: "Callable[[threading.Event], _T]") -> _T:
             if not end.acquire(timeout=_LISTEN_S) and is_asked_to_end():
                 cancelled.set()
         except BaseException as error:  # of a handler, or there can be no thread
-            interrupts.append(error)
             cancelled.set()
             if not started and begun.acquire(blocking=False):
+                if isinstance(error, RuntimeError):  # as when the program ends
+                    return do(threading.Event())
                 raise
+            interrupts.append(error)
     if interrupts:
-        if problem and not isinstance(problem[0], KeyboardInterrupt):
-            interrupts[-1].add_note(str(problem[0]))
+        for failed in problem:
+            if not isinstance(failed, KeyboardInterrupt):
+                interrupts[-1].add_note(str(failed))
+            for note in getattr(failed, "__notes__", ()):
+                interrupts[-1].add_note(note)
         raise interrupts[-1]
     if problem:
         raise problem[0]

@@ -75,7 +75,7 @@ def test_error_names_call_and_pid(hook):
         ("checkpoint", 401, "checkpoint needs a LOCKED process"),
         ("restore", 401, "restore needs a CHECKPOINTED process"),
         ("unlock", 401, "unlock needs a LOCKED process"),
-        ("lock", 600, "timeout_ms was over"),
+        ("lock", 600, "the time was over"),
         ("checkpoint", 801, "managed memory"),
         ("restore", 2, "too little free memory"),
         ("restore", 1, "UUID in gpu_pairs"),

@@ -171,7 +171,9 @@ def test_process_comes_back_whose_stream_captures(spawn):
 def test_managed_memory_cannot_be_checkpointed(target):
     assert target.ask("manage") == "managed"
     lock(target.pid)
-    with pytest.raises(driver.NotSupportedError, match=r"managed memory.*still LOCKED"):
+    with pytest.raises(
+        driver.NotSupportedError, match=r"managed memory.*has changed nothing"
+    ):
         checkpoint(target.pid)
     assert get_state(target.pid) is State.LOCKED
     unlock(target.pid)

@@ -3,14 +3,17 @@
 import dataclasses
 import io
 import json
+import os
 import sys
 import threading
+import types
 
 import pytest
 import rich.console
 import rich.progress
 
-from cuckpt.events import Event, Phase, ProgressBar, Trace
+from cuckpt import proc
+from cuckpt.events import Event, Phase, ProgressBar, Teller, Trace
 from cuckpt.process import Process
 from cuckpt.process_errors import MissingExtraError
 
@@ -46,22 +49,64 @@ def test_phase_tells_of_an_error_and_lets_it_pass():
     assert events[1].error == "'gone'"
 
 
-def test_phase_needs_nobody_who_watches():
-    with Phase(None, 5, "lock", None) as phase:
-        pass
-    assert phase.seconds >= 0
-    assert phase.problem is None
+# Tellers
 
 
-def test_phase_goes_on_when_the_watcher_raises():
-    problem = ValueError("I/O operation on closed file")
+def test_teller_keeps_the_order_and_tells_all_before_its_end():
+    first, second = [], []
+    teller = Teller([first.append, second.append])
+    events = phases_of(5, *["lock"] * 500)
+    for event in events:
+        teller(event)
+    assert teller.finish() == []
+    assert first == second == events
+
+
+def test_teller_goes_on_when_one_who_watches_raises():
+    problem, events = ValueError("I/O operation on closed file"), []
 
     def watch(event):
         raise problem
 
-    with pytest.raises(ZeroDivisionError), Phase(watch, 5, "lock", None) as phase:
-        raise ZeroDivisionError
-    assert phase.problem is problem
+    teller = Teller([watch, events.append])
+    for event in phases_of(5, "lock", "unlock"):
+        teller(event)
+    assert teller.finish() == [(5, f"on_event raised {problem!r}")]
+    assert len(events) == 4
+
+
+def test_teller_does_not_wait_for_ever_for_one_who_watches(monkeypatch):
+    monkeypatch.setattr(Teller, "_PATIENCE_S", 0.05)
+    is_over, events = threading.Event(), []
+    teller = Teller([lambda event: is_over.wait(20), events.append])
+    for pid in 5, 6:
+        teller(phases_of(pid, "lock")[0])
+    assert teller.finish() == [
+        (5, "on_event has not returned"),
+        (6, "on_event has not returned"),
+    ]
+    assert events == []
+    is_over.set()
+    teller._thread.join(20)
+    assert len(events) == 2
+
+
+def test_teller_tells_by_itself_when_there_can_be_no_thread(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    events = []
+    teller = Teller([events.append, lambda event: 1 / 0])
+    teller(phases_of(5, "lock")[0])
+    assert len(events) == 1
+    assert "ZeroDivisionError" in teller.finish()[0][1]
+
+
+@pytest.mark.parametrize("on_event", [5, "lock", [print, None]], ids=repr)
+def test_process_refuses_watchers_that_cannot_be_called(on_event):
+    with pytest.raises(TypeError, match="on_event must be a callable"):
+        Process(os.getpid(), on_event)
 
 
 def test_event_cannot_be_changed():
@@ -160,6 +205,11 @@ def test_trace_of_a_process_shows_what_was_done(cuda_machine, tmp_path):
     with Trace(path) as trace, Process(target.pid, on_event=trace).suspended():
         pass
     entries = json.loads(path.read_text())
+    name = proc.facts(target.pid).name
+    for what in "process_name", "thread_name":
+        entry = entries.pop(0)
+        assert (entry["ph"], entry["name"], entry["pid"]) == ("M", what, target.pid)
+        assert entry["args"] == {"name": name}
     assert [entry["name"] for entry in entries[::2]] == [
         "lock",
         "checkpoint",
@@ -197,6 +247,37 @@ def test_progress_bar_has_a_line_for_each_process(screen):
     assert shown[2][:3] == ["12", "restore", "failed"]
 
 
+def test_progress_bar_keeps_a_failure_in_view(screen):
+    with ProgressBar() as bar:
+        for event in [
+            *phases_of(5, "checkpoint", error="ERROR_UNKNOWN (999)"),
+            *phases_of(5, "unlock"),
+        ]:
+            bar(event)
+    lines = [line for line in screen().splitlines() if line.strip()]
+    assert [line.split()[:3] for line in lines[-2:]] == [
+        ["5", "checkpoint", "failed"],
+        ["5", "unlock", "done"],
+    ]
+
+
+def test_those_who_watch_show_that_one_waits(screen, tmp_path):
+    event = Event(5, "lock", "waiting", 1.0, error="process 5 is stopped")
+    with ProgressBar() as bar, Trace(tmp_path / "trace.json") as trace:
+        bar(event)
+        trace(event)
+    assert "5 lock waiting" in screen()
+    (entry,) = json.loads((tmp_path / "trace.json").read_text())
+    assert (entry["ph"], entry["name"]) == ("i", "waiting")
+    assert entry["args"] == {"error": "process 5 is stopped"}
+
+
+def test_progress_bar_shows_why_rich_cannot_be_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with pytest.raises(ModuleNotFoundError, match=r"import of rich\.progress halted"):
+        ProgressBar()
+
+
 def test_progress_bar_shows_a_process(screen, cuda_machine):
     target = cuda_machine.spawn({0: MIB})
     with ProgressBar() as bar:
@@ -205,7 +286,9 @@ def test_progress_bar_shows_a_process(screen, cuda_machine):
 
 
 def test_progress_bar_needs_rich(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    for name in [name for name in sys.modules if name.startswith("rich")]:
+        monkeypatch.delitem(sys.modules, name)
+    nowhere = types.SimpleNamespace(find_spec=lambda *where: None)
+    monkeypatch.setattr(sys, "meta_path", [nowhere])
     with pytest.raises(MissingExtraError, match=r"rich: pip install 'cuckpt\[jobs\]'"):
         ProgressBar()

@@ -77,6 +77,10 @@ def test_map_takes_a_struct_and_an_ordinal_as_a_new_gpu():
     assert complete({A: 1}, GPUS) == complete({A: B}, GPUS)
 
 
+def test_map_takes_an_ordinal_as_an_old_gpu():
+    assert complete({0: 1}, GPUS) == complete({A: B}, GPUS)
+
+
 def test_ordinal_is_that_of_nvml_and_no_index():
     gpus = [GPUS[2], GPUS[0]]
     assert complete({C: 0}, gpus) == [(C, A), (A, C)]
@@ -88,7 +92,9 @@ def test_ordinal_is_that_of_nvml_and_no_index():
         (None, TypeError, "mapping of old GPU UUIDs to new ones, not NoneType"),
         ([(A, B)], TypeError, "not list"),
         ("GPU-", TypeError, "not str"),
-        ({1: A}, TypeError, "not int"),
+        ({True: A}, TypeError, "not bool"),
+        ({4: A}, ValueError, "there is no GPU 4: there are 0 to 3"),
+        ({A: B, 0: C}, ValueError, f"GPU {text(A)} is an old one twice"),
         ({A: None}, TypeError, "not NoneType"),
         ({A: True}, TypeError, "not bool"),
         ({A: 1.0}, TypeError, "not float"),

@@ -20,6 +20,7 @@ from cuckpt.events import ProgressBar, Trace
 from cuckpt.group import GroupError, ProcessGroup
 from cuckpt.process import Process
 from cuckpt.process_errors import (
+    NoMembersError,
     NoRoomError,
     ProcessError,
     ProcessGoneError,
@@ -157,11 +158,15 @@ def test_from_pids_refuses_what_is_no_pid(cuda_machine, pid, error):
         ProcessGroup.from_pids([pid])
 
 
-def test_from_pids_does_nothing_when_none_has_cuda(cuda_machine, started):
-    group = ProcessGroup.from_pids([started("sleep", "100")])
+def test_suspend_raises_when_there_are_no_members(cuda_machine, started):
+    sleeping = started("sleep", "100")
+    group = ProcessGroup.from_pids([sleeping])
     assert group.pids == []
     assert group.states() == {}
-    assert group.suspend().outcomes == {}
+    for suspend in group.suspend, group.suspended().__enter__:
+        with pytest.raises(NoMembersError, match=f"{sleeping}: no CUDA state") as e:
+            suspend()
+        assert e.value.skipped == {sleeping: "no CUDA state"}
     assert group.resume().outcomes == {}
     assert group.recover().outcomes == {}
 
@@ -274,9 +279,10 @@ def test_from_tree_keeps_its_members_when_the_root_has_ended(spawn, started, end
     assert group.pids == [target.pid]
     target.end()
     assert group.states() == {target.pid: "ended"}
-    report = group.suspend()
-    assert report.outcomes == {}
-    assert "has ended" in report.skipped[target.pid]
+    with pytest.raises(NoMembersError, match="has ended") as caught:
+        group.suspend()
+    assert "has ended" in caught.value.skipped[target.pid]
+    assert group.recover().outcomes == {}
 
 
 def test_discover_finds_all_but_itself(spawn):
@@ -580,16 +586,15 @@ os.execlp("sleep", "sleep", "100")
         process.kill()
 
 
-def test_one_that_is_found_while_the_others_are_locked_is_locked_too(spawn):
-    first, *_ = targets = spawn(3)
-    found, events = [first.pid], Events()
+def test_one_that_is_found_while_the_others_are_locked_is_locked_too(
+    spawn, cuda_machine
+):
+    targets, events = spawn(3), Events()
 
-    def watch(event):
-        events(event)
-        if (event.phase, event.moment) == ("lock", "end"):
-            found[:] = pids_of(targets)[: len(found) + 1]
+    def find():
+        return pids_of(targets)[: 1 + cuda_machine.calls["lock"]]
 
-    group = ProcessGroup(lambda: list(found), on_event=watch)
+    group = ProcessGroup(find, on_event=events)
     report = group.suspend()
     assert list(report.outcomes) == pids_of(targets)
     assert states_of(targets) == ["checkpointed"] * 3
@@ -599,15 +604,19 @@ def test_one_that_is_found_while_the_others_are_locked_is_locked_too(spawn):
     check_all(targets)
 
 
-def test_process_that_is_started_during_a_suspend_is_locked_too(spawn, cuda_machine):
+def test_process_that_is_started_during_a_suspend_is_locked_too(
+    spawn, cuda_machine, monkeypatch
+):
     (target,) = spawn(1)
-    started = []
+    started, tree = [], proc.tree
 
-    def watch(event):
-        if (event.phase, event.moment) == ("lock", "end") and not started:
+    def grow(pid):
+        if cuda_machine.calls["lock"] and not started:
             started.append(cuda_machine.spawn({0: 64 << 10}))
+        return tree(pid)
 
-    group = ProcessGroup.from_tree(os.getpid(), on_event=watch)
+    monkeypatch.setattr(proc, "tree", grow)
+    group = ProcessGroup.from_tree(os.getpid())
     assert group.pids == [target.pid]
     group.suspend()
     targets = [target, *started]
@@ -622,13 +631,13 @@ def test_one_that_came_late_runs_again_after_a_failure_and_after_suspended(
 ):
     first, _ = targets = spawn(2)
     for succeeds in False, True:
-        found = [first.pid]
+        calls = cuda_machine.calls["lock"]
 
-        def watch(event, found=found):
-            if (event.phase, event.moment) == ("lock", "end"):
-                found[:] = pids_of(targets)
+        def find(calls=calls):
+            is_begun = cuda_machine.calls["lock"] > calls
+            return pids_of(targets) if is_begun else [first.pid]
 
-        group = ProcessGroup(lambda found=found: list(found), on_event=watch)
+        group = ProcessGroup(find)
         if not succeeds:
             cuda_machine.inject(next_call(cuda_machine, "checkpoint", result=801))
             with pytest.raises(GroupError):
@@ -656,15 +665,14 @@ def test_one_time_limit_is_for_all(spawn):
     assert {e.pid for e in caught.value.exceptions} == set(pids_of(targets[:2]))
 
 
-def test_time_limit_is_also_for_those_that_come_late(spawn):
+def test_time_limit_is_also_for_those_that_come_late(spawn, cuda_machine):
     first, second = targets = spawn(2)
     second.ask("spin 3000")
-    found = [first.pid]
 
-    def watch(event):
-        found[:] = pids_of(targets)
+    def find():
+        return pids_of(targets) if cuda_machine.calls["lock"] else [first.pid]
 
-    group = ProcessGroup(lambda: list(found), on_event=watch)
+    group = ProcessGroup(find)
     start = time.monotonic()
     with pytest.raises(GroupError):
         group.suspend(timeout_s=0.5)
@@ -727,10 +735,10 @@ def test_error_tells_of_each(failed):
     error, targets = failed
     lines = str(error).splitlines()
     assert lines[0] == "2 of 3 processes failed"
-    for target, line in zip(targets, lines[1:], strict=False):
-        assert f"process {target.pid} (" in line
-        assert "was running, is running" in line
-    assert sum("ERROR_" in line for line in lines) == 2
+    told = {line.split()[1] for line in lines[1:4]}
+    assert told == {str(target.pid) for target in targets}
+    assert all("was running, is running" in line for line in lines[1:4])
+    assert ["ERROR_" in line for line in lines] == [False, True, True, False, False]
     assert f"process {os.getpid()}: this process itself" in lines[-1]
 
 
@@ -1154,6 +1162,11 @@ def test_trace_has_all_phases_of_all(spawn, tmp_path):
         group.suspend()
         group.resume()
     entries = json.loads((tmp_path / "trace.json").read_text())
+    names = {
+        e["pid"]: e["args"]["name"] for e in entries if e["name"] == "process_name"
+    }
+    assert names == {each.pid: proc.facts(each.pid).name for each in targets}
+    entries = [entry for entry in entries if entry["ph"] != "M"]
     assert Counter((entry["pid"], entry["name"]) for entry in entries) == {
         (target.pid, verb): 2 for target in targets for verb in VERBS
     }

@@ -352,7 +352,7 @@ UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
         ([], TypeError),
         ([(UUID, UUID)], TypeError),
         (UUID, TypeError),
-        ({5: UUID}, TypeError),
+        ({5.0: UUID}, TypeError),
         ({"GPU-0": UUID}, ValueError),
         ({bytes(5): UUID}, ValueError),
     ],
