@@ -21,10 +21,11 @@ class Event:
     ----------
     pid : int
     phase : str
-        ``lock``, ``checkpoint``, ``restore`` or ``unlock``; ``state`` of one that waits
-        while it is asked for its state.
+        ``lock``, ``checkpoint``, ``restore`` or ``unlock``; of images also ``prepare``,
+        ``copy`` and ``complete``; ``state`` of one that waits while it is asked for its
+        state.
     moment : str
-        ``start``, ``end`` or ``waiting``.
+        ``start``, ``end``, ``waiting``, or ``progress`` of a copy.
     time_s : float
         When, as `time.monotonic` tells.
     seconds : float or None
@@ -35,6 +36,8 @@ class Event:
         Why it failed, at its end; what it waits for.
     name : str
         Of the process.
+    done_bytes : int or None
+        How much has been copied, while a copy is under way.
     """
 
     pid: int
@@ -45,6 +48,7 @@ class Event:
     bytes: int | None = None
     error: str | None = None
     name: str = ""
+    done_bytes: int | None = None
 
 
 Watcher: TypeAlias = Callable[[Event], object]

@@ -1,6 +1,8 @@
 """A job of many processes, suspended and resumed as one."""
 
 import contextlib
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -138,6 +140,13 @@ class ProcessGroup:
         """
         return cls(lambda: list(proc.pids()), **{"skip_refused": True, **options})
 
+    @classmethod
+    def _of(cls, process: Process) -> "ProcessGroup":
+        """Make a group of one process that is there already."""
+        group = cls(list, process._watchers)
+        group._members[process.pid] = process
+        return group
+
     @property
     def pids(self) -> list[int]:
         """The processes that have CUDA state."""
@@ -186,14 +195,7 @@ class ProcessGroup:
         TypeError, ValueError
             If `timeout_s` is no time.
         """
-        deadline = deadline_in(timeout_s)
-        if self._before_suspend is not None:
-            self._before_suspend(self)
-        try:
-            return uninterrupted(Run(self, deadline).suspend)
-        except BaseException as error:
-            self._tell_if_all_run(error)
-            raise
+        return self._suspending(Run(self, deadline_in(timeout_s)).suspend)
 
     def resume(self, gpu_map: "Mapping[Any, Any] | None" = None) -> GroupReport:
         """Restore all at once, then unlock all.
@@ -276,6 +278,80 @@ class ProcessGroup:
         """
         with self._told():
             return uninterrupted(Run(self).recover)
+
+    def save(
+        self,
+        path: "str | os.PathLike[str]",
+        timeout_s: float | None = 10,
+        *,
+        fallback: "Sequence[str | os.PathLike[str]]" = (),
+        replace: bool = False,
+        durable: bool = True,
+        dry_run: bool = False,
+    ) -> GroupReport:
+        """Lock all, and copy the GPU memory of all at once to one image.
+
+        Parameters
+        ----------
+        path, timeout_s, fallback, replace, durable, dry_run
+            As for `Process.save`.
+
+        Returns
+        -------
+        GroupReport
+
+        Raises
+        ------
+        FunctionNotFoundError, MissingExtraError, OSError
+            As `Process.save`; nothing was tried.
+        GroupError
+            If one could not be saved. Each has the state that it had, or is named as
+            lost or left.
+        """
+        from cuckpt.storage import save_group
+
+        return save_group(self, path, timeout_s, fallback, replace, durable, dry_run)
+
+    def load(
+        self,
+        path: "str | os.PathLike[str]",
+        gpu_map: "Mapping[Any, Any] | None" = None,
+        *,
+        same_process: bool = True,
+    ) -> GroupReport:
+        """Copy the GPU memory of all from one image, then let all run.
+
+        Parameters
+        ----------
+        path, gpu_map, same_process
+            As for `Process.load`.
+
+        Returns
+        -------
+        GroupReport
+
+        Raises
+        ------
+        ImageError, FunctionNotFoundError, MissingExtraError, OSError
+            As `Process.load`; nothing was tried.
+        TypeError, ValueError, NoRoomError
+            As `resume`; nothing was tried.
+        GroupError
+            If one could not be loaded. All are CHECKPOINTED as before, or named as
+            lost or left.
+        """
+        from cuckpt.storage import load_group
+
+        return load_group(self, path, gpu_map, same_process)
+
+    def _suspending(self, do: Callable[[threading.Event], GroupReport]) -> GroupReport:
+        if self._before_suspend is not None:
+            self._before_suspend(self)
+        try:
+            return uninterrupted(do)
+        except BaseException as error:
+            self._tell_if_all_run(error)
+            raise
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:

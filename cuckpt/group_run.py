@@ -110,15 +110,15 @@ class Run:
         """Suspend all, or bring all back."""
         with self._begun(cancelled), self._brought_back():
             self._take(self._group._members.values())
-            self._all(_to(State.LOCKED), self._not(State.CHECKPOINTED))
+            self._all(to(State.LOCKED), self._not(State.CHECKPOINTED))
             while new := self._group._look_for_members():
-                self._all(_to(State.LOCKED), self._take(new))
+                self._all(to(State.LOCKED), self._take(new))
             if not self._passages:
                 raise NoMembersError(self._finished().skipped)
             self._compare_with_host_memory()
-            self._all(_to(State.CHECKPOINTED))
+            self._all(to(State.CHECKPOINTED))
             self._all(Passage.check_that_nothing_is_left)
-            self._all(_expect(State.CHECKPOINTED))
+            self._all(expect(State.CHECKPOINTED))
             # In time for this: what was asked for meanwhile is undone as well.
             if self.cancelled.is_set() or is_asked_to_end():
                 raise KeyboardInterrupt
@@ -142,9 +142,9 @@ class Run:
             self._take(self._group._members.values())
             self._prepare(gpu_map, dict.fromkeys(self.initial, State.RUNNING))
             with self._brought_back():
-                self._all(_to(State.LOCKED), self._not(State.RUNNING))
-                self._all(_to(State.RUNNING))
-                self._all(_expect(State.RUNNING))
+                self._all(to(State.LOCKED), self._not(State.RUNNING))
+                self._all(to(State.RUNNING))
+                self._all(expect(State.RUNNING))
         return self._finished()
 
     def end_suspension(
@@ -183,7 +183,7 @@ class Run:
 
     def _take(self, members: "Iterable[Process]", raising: bool = True) -> list[int]:
         """Look at the members; return those that are there."""
-        made = {member.pid: _MembersPassage(member, self) for member in members}
+        made = {member.pid: self._passage_of(member) for member in members}
         self._wait_for_turn(made)
         self._one_by_one |= any(
             "CUDA_CHECKPOINT_JOB_FILE" in proc.environment(pid) for pid in made
@@ -199,13 +199,16 @@ class Run:
             self._raise_problems()
         return [pid for pid in states if pid in self._passages]
 
+    def _passage_of(self, member: "Process") -> Passage:
+        return MembersPassage(member, self)
+
     def _wait_for_turn(self, made: Mapping[int, Passage]) -> None:
         self._passages.update(made)
         try:
             self.turn.take([passage.process._key for passage in made.values()])
         except ProcessBusyError as error:
             self._problems[error.pid] = error
-            raise _Failed from None
+            raise Failed from None
 
     def _compare_with_host_memory(self) -> None:
         """Note if there is less of it than all checkpoints need."""
@@ -265,7 +268,7 @@ class Run:
 
     def _all(
         self,
-        do: Callable[[Passage], object],
+        do: Callable[[Any], object],  # gets the passage of each
         pids: Iterable[int] | None = None,
     ) -> None:
         """Do something with each; raise if one fails."""
@@ -274,7 +277,7 @@ class Run:
         self._each(do, self._passages if pids is None else pids)
         self._raise_problems()
 
-    def _each(self, do: Callable[[Passage], object], pids: Iterable[int]) -> None:
+    def _each(self, do: Callable[[Any], object], pids: Iterable[int]) -> None:
         """Do something with each; keep what fails. One that has ended is left out."""
         passages = [self._passages[pid] for pid in pids if pid in self._passages]
         if not passages:
@@ -305,7 +308,7 @@ class Run:
         if any(isinstance(e, KeyboardInterrupt) for e in self._problems.values()):
             raise KeyboardInterrupt
         if self._problems:
-            raise _Failed
+            raise Failed
 
     def _go_back(self, goals: Mapping[int, int]) -> None:
         """Bring each to a state whatever happens; restore all before one is unlocked.
@@ -367,7 +370,7 @@ class Run:
                     # To begin one takes long, but for within another.
                     stack.enter_context(nvml.session())
                 yield
-        except (_Failed, KeyboardInterrupt):
+        except (Failed, KeyboardInterrupt):
             problems = {
                 pid: problem
                 for pid, problem in self._problems.items()
@@ -422,7 +425,7 @@ class Run:
         return self._report
 
 
-class _MembersPassage(Passage):
+class MembersPassage(Passage):
     """The way of one of many, which may have to wait for its turn."""
 
     def __init__(self, member: "Process", run: Run) -> None:
@@ -459,11 +462,13 @@ def _at_once(do: Callable[[Passage], object], passages: Sequence[Passage]) -> No
         thread.join()
 
 
-def _to(state: int) -> Callable[[Passage], None]:
+def to(state: int) -> Callable[[Passage], None]:
+    """Return what brings a passage to a state."""
     return lambda passage: passage.advance(state)
 
 
-def _expect(state: int) -> Callable[[Passage], None]:
+def expect(state: int) -> Callable[[Passage], None]:
+    """Return what raises unless a passage is in a state."""
     return lambda passage: passage.expect(state)
 
 
@@ -477,8 +482,8 @@ def _tells_of_no_state(error: BaseException | None) -> bool:
     )
 
 
-class _Failed(Exception):
-    """Some members have failed; which ones is kept elsewhere."""
+class Failed(Exception):
+    """Some members have failed; which ones the run keeps."""
 
 
 def state_of(process: "Process") -> str:

@@ -63,6 +63,8 @@ class Outcome:
         Its GPU memory before, by the UUID of the GPU; None if that is not known.
     notes : list of str
         What else there is to know, such as a check that was skipped.
+    image : str or None
+        The folder of the image that its memory is in, or came from.
     """
 
     pid: int
@@ -72,6 +74,7 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
     used_bytes: dict[str, int] | None = None
     notes: list[str] = field(default_factory=list)
+    image: str | None = None
 
     def __str__(self) -> str:
         states = [state for state in (self.before, self.after) if state is not None]
@@ -102,11 +105,15 @@ class Passage:
     ----------
     initial : State
         In which it was when it was looked at.
+    after : dict of str to State
+        In which state it is after a step.
     has_moved : bool
         Whether this has brought it to another state.
     is_moved_by_others : bool
         Whether somebody else has, meanwhile: then it is not brought back.
     """
+
+    after: Mapping[str, State] = _AFTER
 
     def __init__(
         self,
@@ -245,7 +252,7 @@ class Passage:
         if state != self._state:
             self.is_moved_by_others = True
             verb = _NEXT.get((self._state, State(goal)))
-            if verb is None or state != _AFTER[verb]:
+            if verb is None or state != self.after[verb]:
                 raise self._busy(state)
             self._state = State(state)
         return self._state
@@ -263,7 +270,7 @@ class Passage:
         finally:
             before = self.outcome.seconds.get(verb, 0.0)
             self.outcome.seconds[verb] = before + phase.seconds
-        self._state = _AFTER[verb]
+        self._state = self.after[verb]
         self.has_moved = True
         if verb == "restore":
             self._keep_where_it_is()
@@ -271,7 +278,7 @@ class Passage:
     def _accept(self, verb: str, error: driver.DriverError) -> None:
         """Raise an error again, unless what was to be done is."""
         state = self.read_state()
-        if state == _AFTER[verb]:
+        if state == self.after[verb]:
             # So says the driver if somebody else was faster.
             self.is_moved_by_others |= isinstance(error, driver.IllegalStateError)
             self.note(f"{verb} is done, though the driver said {error}")

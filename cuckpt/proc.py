@@ -111,6 +111,16 @@ def start_time(pid: int) -> int | None:
     return found.start_time if found else None
 
 
+def boot_id() -> str:
+    """Return what identifies the boot of this machine; nothing if nothing tells.
+
+    Returns
+    -------
+    str
+    """
+    return "".join(_lines("/proc/sys/kernel/random/boot_id")).strip()
+
+
 def glance(pid: int) -> Glance | None:
     """Return what can be told fast of a process; None if there is none.
 

@@ -368,6 +368,105 @@ class Process:
         """
         return self._operate(Passage.recover)
 
+    def save(
+        self,
+        path: "str | os.PathLike[str]",
+        timeout_s: float | None = 10,
+        *,
+        fallback: "Sequence[str | os.PathLike[str]]" = (),
+        replace: bool = False,
+        durable: bool = True,
+        dry_run: bool = False,
+    ) -> Outcome:
+        """Lock it, and copy its GPU memory to an image; it is CHECKPOINTED then.
+
+        No copy stays in host memory. `load` brings it back. Whatever goes wrong, it
+        gets the state back that it had. Needs CUDA 13.4 and the extra ``storage``.
+
+        Parameters
+        ----------
+        path : str or path
+            The folder of the image, which is made.
+        timeout_s : float or None
+            As in `suspend`.
+        fallback : sequence of str or path
+            Folders for the image in case that the first fails.
+        replace : bool
+            Whether to replace an image that is there.
+        durable : bool
+            Whether to wait until it is on the disk. If not, the page cache takes it.
+        dry_run : bool
+            Only check what can be, and note what would be written.
+
+        Returns
+        -------
+        Outcome
+            Its `image` is the folder.
+
+        Raises
+        ------
+        FunctionNotFoundError
+            If the driver has no custom storage; nothing was tried.
+        MissingExtraError
+            Without cuda-bindings or xxhash; nothing was tried.
+        OSError
+            If the folder cannot take an image; nothing was tried.
+        NotSavedError
+            If it was not saved. It is as before.
+        ProcessLostError, ProcessLeftError
+            If it could not be brought back either.
+        DriverError, ProcessError
+            As `suspend`.
+        """
+        from cuckpt.storage import save_process
+
+        return save_process(self, path, timeout_s, fallback, replace, durable, dry_run)
+
+    def load(
+        self,
+        path: "str | os.PathLike[str]",
+        gpu_map: "Mapping[Any, Any] | None" = None,
+        *,
+        same_process: bool = True,
+    ) -> Outcome:
+        """Copy its GPU memory from an image, and let it run.
+
+        Requires CHECKPOINTED by `save`, leaves RUNNING. Each piece is compared with
+        what was saved before it goes to the GPU; if one is not the same, it stays
+        CHECKPOINTED.
+
+        Parameters
+        ----------
+        path : str or path
+            The folder of the image.
+        gpu_map : mapping, optional
+            As in `resume`.
+        same_process : bool
+            Whether the image must be that of this very process, from its last save.
+            Not so after CRIU, say, has made the process anew.
+
+        Returns
+        -------
+        Outcome
+
+        Raises
+        ------
+        ImageError
+            If the image is damaged, incomplete, of another version or of another
+            process; nothing was tried.
+        NotLoadedError
+            If it was not loaded. It is CHECKPOINTED as before.
+        FunctionNotFoundError, MissingExtraError, OSError
+            As `save`.
+        TypeError, ValueError, NoRoomError
+            As `resume`.
+        ProcessLostError, ProcessLeftError
+            If it is neither loaded nor as before.
+        """
+        from cuckpt.storage import load_process
+
+        return load_process(self, path, gpu_map, same_process)
+
     def wait_for_state(self, state: str, timeout_s: float | None = None) -> None:
         """Wait until it has a state.
 

@@ -1,0 +1,448 @@
+"""Folders that hold an image, and nothing else.
+
+An image is there once its manifest is: that gets its name when all else is on the
+disk. Files have names of their own each time, so an image is replaced by the next one
+at once or not at all.
+
+Who can read an image has all that was in GPU memory: the folder is its owner's only,
+and no link is followed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
+
+from cuckpt import proc
+from cuckpt.storage.errors import ImageError
+from cuckpt.storage.stripes import StripeFile, padded, without_cache
+
+MANIFEST = "manifest.json"
+_USERS = "loaded"
+_PART = re.compile(r"[0-9a-f]{8}-[0-9]{1,6}\.stripe|manifest\.json(\.new)?|loaded")
+_RESERVING = 16
+_MAX_MANIFEST_BYTES = 1 << 28
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+Path: TypeAlias = "str | os.PathLike[str]"
+
+
+class NewImage:
+    """A folder in which an image comes to be.
+
+    Leaving the context manager removes what was not published.
+
+    Parameters
+    ----------
+    path : str or path
+        The folder, which is made if it is not there; the one that it is in must be.
+    replace : bool
+        Whether to replace an image that is there.
+    durable : bool
+        Whether all is on the disk before the image is published. Then the page cache
+        is passed by.
+
+    Raises
+    ------
+    FileExistsError
+        If an image is there, or something else.
+    PermissionError
+        If others may look into the folder.
+    ImageError
+        If somebody reads or writes an image there.
+    OSError
+        If it cannot be made.
+    """
+
+    def __init__(self, path: Path, replace: bool = False, durable: bool = True) -> None:
+        self.path = os.path.abspath(path)
+        self._durable = durable
+        self._token = secrets.token_hex(4)
+        self._reserved: list[StripeFile] = []
+        self._files: list[StripeFile] = []
+        self._count = 0
+        self._lock = threading.Lock()
+        self._published = False
+        with _friendly(self.path):
+            self._is_new = _make(self.path)
+            self._folder = os.open(self.path, _FOLDER)
+        try:
+            self._refuse(replace)
+        except BaseException:
+            os.close(self._folder)
+            raise
+
+    def _refuse(self, replace: bool) -> None:
+        facts = os.fstat(self._folder)
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+            raise PermissionError(
+                f"{self.path} is not this user's alone, and an image holds all that "
+                "was in GPU memory: name a folder that is not there yet, or chmod 700"
+            )
+        _lock(self._folder, self.path, fcntl.LOCK_EX)
+        names = os.listdir(self._folder)
+        others = sorted(name for name in names if not _PART.fullmatch(name))
+        if others:
+            raise FileExistsError(
+                f"{self.path} holds something else, such as {others[0]}: name a folder "
+                "of the image's own"
+            )
+        if MANIFEST in names and not replace:
+            raise FileExistsError(
+                f"{self.path} holds an image already: remove it, or say that it is to "
+                "be replaced"
+            )
+        if MANIFEST not in names:  # of who was killed in the middle
+            self._remove(names)
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Take space for files of these sizes.
+
+        Raises
+        ------
+        OSError
+            If there is too little; with the sizes.
+        """
+        wanted = [padded(size) for size in sizes]
+        self.check_room(sum(wanted))
+        with _friendly(self.path):
+            self._reserved = [self._new() for _ in wanted]
+            # In memory it takes as long as to write, by one thread.
+            with ThreadPoolExecutor(_RESERVING, "cuckpt reserves") as threads:
+                list(threads.map(StripeFile.reserve, self._reserved, wanted))
+
+    def check_room(self, size: int) -> None:
+        """Raise if less is free than so many bytes."""
+        left = os.fstatvfs(self._folder)
+        free = left.f_bavail * left.f_frsize
+        if size > free:
+            raise OSError(
+                errno.ENOSPC, f"{size} bytes are needed and {free} are free", self.path
+            )
+
+    def create(self, size: int) -> StripeFile:
+        """Return a file for at most so many bytes, for which there is space then.
+
+        Raises
+        ------
+        OSError
+        """
+        with self._lock, _friendly(self.path):
+            enough = [file for file in self._reserved if file.reserved_bytes >= size]
+            if enough:
+                file = min(enough, key=lambda each: each.reserved_bytes)
+                self._reserved.remove(file)
+            else:
+                file = self._reserved.pop() if self._reserved else self._new()
+                file.reserve(padded(size))
+            self._files.append(file)
+            return file
+
+    def _new(self) -> StripeFile:
+        name = f"{self._token}-{self._count}.stripe"
+        self._count += 1
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE
+        file = os.open(name, flags, 0o600, dir_fd=self._folder)
+        direct = None
+        if self._durable:
+            direct = without_cache(name, os.O_WRONLY | _FILE, self._folder)
+        return StripeFile(name, file, direct)
+
+    def file(self, name: str) -> StripeFile:
+        """Return a file that was created."""
+        return next(file for file in self._files if file.name == name)
+
+    def sync(self, file: StripeFile) -> None:
+        """Wait until a file is on the disk, if that is wanted."""
+        if self._durable:
+            file.sync()
+
+    def publish(self, manifest: bytes, names: Collection[str]) -> None:
+        """Make it an image, in the place of one that is there.
+
+        Parameters
+        ----------
+        manifest : bytes
+        names : collection of str
+            The files that belong to it.
+
+        Raises
+        ------
+        OSError
+            If that cannot be. There is no image then, or the one of before.
+        """
+        with _friendly(self.path):
+            for file in self._reserved:
+                file.close()
+            self._reserved.clear()
+            name = MANIFEST + ".new"
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._folder)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
+            with os.fdopen(
+                os.open(name, flags, 0o600, dir_fd=self._folder), "wb"
+            ) as new:
+                new.write(manifest)
+                new.flush()
+                if self._durable:
+                    os.fsync(new.fileno())
+            if self._durable:
+                os.fsync(self._folder)  # the names of the stripes
+            os.replace(name, MANIFEST, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            self._published = True
+            if self._durable:
+                os.fsync(self._folder)
+                _sync_folder(os.path.dirname(self.path))
+        with contextlib.suppress(OSError):  # of the image of before, or all zeros
+            self._remove({*os.listdir(self._folder)} - {*names, MANIFEST})
+
+    def withdraw(self) -> None:
+        """Undo `publish`."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(MANIFEST, dir_fd=self._folder)
+        self._published = False
+
+    def __enter__(self) -> "NewImage":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it; remove what was not published."""
+        if self._folder < 0:
+            return
+        for file in *self._files, *self._reserved:
+            file.close()
+        if not self._published:
+            with contextlib.suppress(OSError):
+                self._remove(
+                    name
+                    for name in os.listdir(self._folder)
+                    if name.startswith(self._token) or name == MANIFEST + ".new"
+                )
+                if self._is_new:
+                    os.rmdir(self.path)
+        os.close(self._folder)
+        self._folder = -1
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            os.unlink(name, dir_fd=self._folder)
+
+
+class OldImage:
+    """A folder with an image, which nobody changes meanwhile.
+
+    Parameters
+    ----------
+    path : str or path
+
+    Attributes
+    ----------
+    manifest : bytes
+
+    Raises
+    ------
+    ImageError
+        If there is none, or somebody writes one.
+    OSError
+        If it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = os.path.abspath(path)
+        with _friendly(self.path):
+            self._folder = os.open(self.path, _FOLDER)
+        self._files: dict[str, StripeFile] = {}
+        try:
+            _lock(self._folder, self.path, fcntl.LOCK_SH)
+            self.manifest = self._read_manifest()
+        except BaseException:
+            os.close(self._folder)
+            raise
+
+    def _read_manifest(self) -> bytes:
+        try:
+            file = self._open(MANIFEST)
+        except FileNotFoundError:
+            raise ImageError(
+                f"{self.path} holds no image: there is no {MANIFEST}; a save that does "
+                "not come to its end leaves none"
+            ) from None
+        with os.fdopen(file, "rb") as manifest:
+            content = manifest.read(_MAX_MANIFEST_BYTES + 1)
+        if len(content) > _MAX_MANIFEST_BYTES:
+            raise ImageError(f"{self.path}: {MANIFEST} is too long to be one")
+        return content
+
+    def open_all(self, sizes: Mapping[str, int]) -> None:
+        """Open files of the image.
+
+        Parameters
+        ----------
+        sizes : mapping of str to int
+            What each must have, in bytes, by name.
+
+        Raises
+        ------
+        ImageError
+            If one is not there, or has another size.
+        """
+        for name, size in sizes.items():
+            try:
+                file = self._open(name)
+            except FileNotFoundError:
+                raise ImageError(
+                    f"{self.path} is incomplete: {name} is missing"
+                ) from None
+            direct = without_cache(name, os.O_RDONLY | _FILE, self._folder)
+            self._files[name] = StripeFile(name, file, direct)
+            found = self._files[name].size()
+            if found != size:
+                raise ImageError(
+                    f"{self.path} is damaged: {name} has {found} bytes, not {size}"
+                )
+
+    def file(self, name: str) -> StripeFile:
+        """Return a file that is open."""
+        return self._files[name]
+
+    def users(self) -> set[str]:
+        """Return who has been loaded from it."""
+        try:
+            file = self._open(_USERS)
+        except FileNotFoundError:
+            return set()
+        with os.fdopen(file, "r", errors="replace") as lines:
+            return set(lines.read(_MAX_MANIFEST_BYTES).splitlines())
+
+    def add_user(self, identity: str) -> None:
+        """Keep in mind that somebody has been loaded from it.
+
+        Raises
+        ------
+        OSError
+            If that cannot be written.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FILE
+        file = os.open(_USERS, flags, 0o600, dir_fd=self._folder)
+        try:
+            os.write(file, f"{identity}\n".encode())
+        finally:
+            os.close(file)
+
+    def _open(self, name: str) -> int:
+        try:
+            file = os.open(name, os.O_RDONLY | _FILE, dir_fd=self._folder)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ImageError(f"{self.path} is no image: {name} is a link") from None
+            raise
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise ImageError(f"{self.path} is no image: {name} is no file")
+        return file
+
+    def __enter__(self) -> "OldImage":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        os.close(self._folder)
+
+
+class InMemory:
+    """Host memory in the place of a folder, when no folder takes an image.
+
+    Parameters
+    ----------
+    size : int
+        How much will be needed, in bytes.
+
+    Raises
+    ------
+    MemoryError
+        If there is too little of it.
+    """
+
+    path = "host memory"
+
+    def __init__(self, size: int) -> None:
+        left = proc.memory_left()
+        if left is not None and left[0] < size:
+            raise MemoryError(
+                f"host memory: {size} bytes are needed and {left[0]} are left"
+            )
+        self._files: dict[str, StripeFile] = {}
+        self._lock = threading.Lock()
+
+    def create(self, size: int) -> StripeFile:
+        """Return a file in memory."""
+        with self._lock:
+            name = str(len(self._files))
+            self._files[name] = StripeFile(name, os.memfd_create("cuckpt"))
+            return self._files[name]
+
+    def sync(self, file: StripeFile) -> None:
+        """Do nothing: there is no disk."""
+
+    def file(self, name: str) -> StripeFile:
+        """Return a file that was created."""
+        return self._files[name]
+
+    def __enter__(self) -> "InMemory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+def _make(path: str) -> bool:
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _lock(folder: int, path: str, how: int) -> None:
+    try:
+        fcntl.flock(folder, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ImageError(
+            f"{path} is in use: another program writes or reads an image there"
+        ) from None
+
+
+def _sync_folder(path: str) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _friendly(path: str) -> Iterator[None]:
+    """Say which folder it is, where an error does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(path):
+            raise OSError(
+                error.errno, "is a link, which is not followed", path
+            ) from None
+        raise

@@ -1,0 +1,269 @@
+"""A job is loaded from an image, or left suspended as it was.
+
+What can be checked is checked before the driver is called. Then the driver hands out
+memory for one after the other, all of it is filled at once, and each chunk is compared
+with what was saved before it goes to the GPU. Nobody runs before all is well.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cuckpt import driver, gpu_map as maps, proc, uuids
+from cuckpt.group_run import Failed, GroupReport, Run
+from cuckpt.passage import Passage, State, state_text
+from cuckpt.process_errors import (
+    NoMembersError,
+    ProcessError,
+    ProcessLeftError,
+    ProcessLostError,
+)
+from cuckpt.storage.copier import Content, Copier, Region
+from cuckpt.storage.errors import ImageError
+from cuckpt.storage.folder import OldImage, Path
+from cuckpt.storage.manifest import Image, SavedProcess, SavedRegion, parse
+from cuckpt.storage.operation import Operation, hold_contexts
+from cuckpt.storage.passage import StoragePassage
+from cuckpt.uninterrupted import is_asked_to_end
+
+if TYPE_CHECKING:
+    from cuckpt.group import ProcessGroup
+    from cuckpt.process import Process
+
+
+class NotLoadedError(ProcessError):
+    """It could not be loaded, and is suspended as before."""
+
+
+class LoadRun(Run):
+    """One load of all members.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+    path : str or path
+        The folder.
+    same_process : bool
+        Whether to take an image only of the process itself, and once only.
+    """
+
+    def __init__(self, group: "ProcessGroup", path: Path, same_process: bool) -> None:
+        super().__init__(group)
+        self._path = path
+        self._same_process = same_process
+
+    def load(
+        self, cancelled: threading.Event, gpu_map: "Mapping[Any, Any] | None"
+    ) -> GroupReport:
+        """Load all, or leave all suspended."""
+        if gpu_map is not None:
+            maps.check_type(gpu_map)
+        with self._begun(cancelled), OldImage(self._path) as old:
+            image = parse(old.manifest, old.path)
+            old.open_all({stripe.file: stripe.size for stripe in image.stripes})
+            self._take(self._group._members.values())
+            if not self._passages:
+                raise NoMembersError(self._finished().skipped)
+            self._match(image, old)
+            self._prepare(gpu_map, dict.fromkeys(self.initial, State.RUNNING))
+            with self._brought_back():
+                self._begin_all()
+                self._copy_all(old)
+                self._all(StoragePassage.complete)
+                if self.cancelled.is_set() or is_asked_to_end():
+                    raise KeyboardInterrupt
+            # From here on there is no way back: those that run change their memory.
+            self._use_up(old)
+            self._each(lambda passage: passage.go_back(State.RUNNING), self._passages)
+            self._raise_problems()
+        return self._finished()
+
+    def _passage_of(self, member: "Process") -> Passage:
+        return LoadPassage(member, self)
+
+    @property
+    def _loaders(self) -> "list[LoadPassage]":
+        return [
+            each for each in self._passages.values() if isinstance(each, LoadPassage)
+        ]
+
+    def _match(self, image: Image, old: OldImage) -> None:
+        """Find for each member what was saved of it, one to one."""
+        if image.cuda_version > driver.driver_get_version():
+            raise ImageError(
+                f"{image.path} was saved with CUDA {_version(image.cuda_version)}, and "
+                f"this driver has {_version(driver.driver_get_version())}"
+            )
+        saved = {process.pid: process for process in image.processes}
+        missing = sorted(saved.keys() - self._passages.keys())
+        if missing:
+            raise ImageError(
+                f"{image.path} holds processes that are not to be loaded: "
+                f"{', '.join(map(str, missing))}; load all of a job together"
+            )
+        used_up = old.users()
+        for loader in self._loaders:
+            pid = loader.process.pid
+            why = self._why_not(loader, saved.get(pid), used_up)
+            if why is None:
+                loader.saved = saved[pid]
+                loader.outcome.image = image.path
+            else:
+                self._problems[pid] = NotLoadedError(pid, why)
+        self._raise_problems()
+
+    def _why_not(
+        self, loader: "LoadPassage", saved: SavedProcess | None, used_up: set[str]
+    ) -> str | None:
+        if loader.initial != State.CHECKPOINTED:
+            return f"is {state_text(loader.initial)}, not checkpointed"
+        if saved is None:
+            return f"is not in {self._path}"
+        if not self._same_process:
+            return None
+        if loader.identity() != f"{saved.pid} {saved.start_time} {saved.boot_id}":
+            return (
+                f"is another process than the one in {self._path}, though it has its "
+                "pid; same_process=False loads it nevertheless"
+            )
+        if loader.identity() in used_up:
+            return (
+                f"has been loaded from {self._path} before, and has run since: this "
+                "image does not fit any more"
+            )
+        return None
+
+    def _begin_all(self) -> None:
+        for pid in list(self._passages):  # one after the other
+            self._all(LoadPassage.begin, [pid])
+
+    def _copy_all(self, old: OldImage) -> None:
+        regions: list[Region] = []
+        contents: list[Content] = []
+        owners: list[LoadPassage] = []
+        loaders = self._loaders
+        for loader in loaders:
+            for region, content in loader.filled():
+                regions.append(region)
+                contents.append(content)
+                owners.append(loader)
+        try:
+            with contextlib.ExitStack() as stack:
+                for loader in loaders:
+                    stack.enter_context(loader.copying())
+                Copier().load(
+                    regions,
+                    contents,
+                    old,
+                    lambda number, size: owners[number].count(size),
+                )
+        except (OSError, ImageError, driver.DriverError) as error:
+            for loader in loaders:
+                pid = loader.process.pid
+                problem = NotLoadedError(pid, f"was not loaded: {error}")
+                problem.__cause__ = error
+                self._problems[pid] = problem
+            raise Failed from None
+
+    def _use_up(self, old: OldImage) -> None:
+        """Let nobody load these processes from it again: they run on from here."""
+        for loader in self._loaders:
+            use_up = functools.partial(old.add_user, loader.identity())
+            loader.noted("whether it is loaded from this image once only", use_up)
+
+
+class LoadPassage(StoragePassage):
+    """The way of a member from an image.
+
+    Attributes
+    ----------
+    saved : SavedProcess
+    """
+
+    after: Mapping[str, State] = {
+        **Passage.after,
+        "prepare": State.RESTORING,
+        "complete": State.LOCKED,
+    }
+    saved: SavedProcess | None = None
+
+    def identity(self) -> str:
+        """Return what no other process has."""
+        pid, start_time = self.process._key
+        return f"{pid} {start_time or 0} {proc.boot_id()}"
+
+    def needed_bytes(self) -> dict[bytes, int]:
+        """Return how much it needs by the UUID of the GPU that it was on."""
+        return {uuids.to_bytes(each.gpu): each.size for each in self._regions()}
+
+    def begin(self) -> None:
+        """Have memory handed out."""
+        hold_contexts(self._new_gpu(region.gpu) for region in self._regions())
+        self.step("prepare")
+        if self.operation is None:
+            raise self._lost(
+                "the driver has begun a restore that it reports as failed, and did not "
+                "hand out its memory"
+            )
+        found = {uuid: each.size for uuid, each in self.operation.regions.items()}
+        wanted = {self._new_gpu(each.gpu): each.size for each in self._regions()}
+        if found != wanted:
+            raise NotLoadedError(
+                self.process.pid, f"needs memory of {found}, and the image has {wanted}"
+            )
+
+    def filled(self) -> list[tuple[Region, Content]]:
+        """Return its memory on each GPU, and what is to go there."""
+        assert self.operation is not None
+        return [
+            (
+                self.operation.regions[self._new_gpu(each.gpu)],
+                Content(each.stripes, each.zeros),
+            )
+            for each in self._regions()
+        ]
+
+    def _regions(self) -> list[SavedRegion]:
+        return self.saved.regions if self.saved else []
+
+    def _new_gpu(self, old: str) -> str:
+        new = dict(self._pairs).get(uuids.to_bytes(old))
+        return old if new is None else uuids.to_text(new)
+
+    def _call(self, verb: str) -> None:
+        if verb == "prepare":
+            self.process._refuse()
+            gpus = [self._new_gpu(region.gpu) for region in self._regions()]
+            self.operation = Operation.restore(self.process.pid, gpus, self._pairs)
+        elif verb == "checkpoint":
+            # On the way back: nobody needs what is there, the image has it.
+            Operation.checkpoint(self.process.pid, None).complete()
+        else:
+            super()._call(verb)
+
+    def go_back(self, initial: int) -> None:
+        """Bring it to a state; what is half filled is thrown away, and never runs."""
+        self._cancelled = threading.Event()
+        if self.operation is not None:
+            try:
+                self.complete()
+            except driver.DriverError as error:
+                raise self._lost(f"its restore cannot be completed: {error}") from error
+        try:
+            super().go_back(initial)
+        except ProcessLeftError as error:
+            if initial == State.RUNNING:
+                raise
+            raise self._lost(
+                f"it is half filled and must not run, and {error.args[1]}"
+            ) from error
+
+    def _lost(self, why: str) -> ProcessLostError:
+        self.process._is_lost = True
+        return ProcessLostError(self.process.pid, f"is lost: {why}")
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"

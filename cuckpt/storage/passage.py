@@ -1,0 +1,99 @@
+"""What a save and a load of one process have in common."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cuckpt.events import Event, Phase
+from cuckpt.group_run import MembersPassage
+from cuckpt.storage.operation import Operation
+
+if TYPE_CHECKING:
+    from cuckpt.group_run import Run
+    from cuckpt.process import Process
+
+_BETWEEN_EVENTS_S = 0.1
+
+
+class StoragePassage(MembersPassage):
+    """The way of a member whose memory is copied to or from an image.
+
+    Attributes
+    ----------
+    operation : Operation or None
+        The one that is not completed yet.
+    """
+
+    def __init__(self, member: "Process", run: "Run") -> None:
+        super().__init__(member, run)
+        self.operation: Operation | None = None
+        self._copied_bytes = 0
+        self._told_s = 0.0
+        self._counting = threading.Lock()
+
+    def complete(self) -> None:
+        """Complete the operation; an error after which it is done is none."""
+        self.step("complete")
+        self.operation = None
+
+    def _call(self, verb: str) -> None:
+        if verb == "complete":
+            assert self.operation is not None
+            self.operation.complete()
+        else:
+            super()._call(verb)
+
+    def total_bytes(self) -> int:
+        """Return the GPU memory that is copied, or that it had when it ran."""
+        if self.operation is None:
+            return super().total_bytes()
+        return sum(region.size for region in self.operation.regions.values())
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Tell of the copies as of a phase."""
+        process = self.process
+        phase = Phase(self._tell, process.pid, "copy", self.total_bytes(), process.name)
+        self._copied_bytes = 0
+        try:
+            with phase:
+                yield
+        finally:
+            before = self.outcome.seconds.get("copy", 0.0)
+            self.outcome.seconds["copy"] = before + phase.seconds
+
+    def count(self, size: int) -> None:
+        """Tell, now and then, how much has been copied; stop if that is wanted.
+
+        Parameters
+        ----------
+        size : int
+            How many bytes more.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            If it was cancelled.
+        """
+        if self._cancelled.is_set():
+            raise KeyboardInterrupt
+        with self._counting:
+            self._copied_bytes += size
+            now = time.monotonic()
+            if now < self._told_s + _BETWEEN_EVENTS_S:
+                return
+            self._told_s = now
+            done = self._copied_bytes
+        self._tell(
+            Event(
+                self.process.pid,
+                "copy",
+                "progress",
+                now,
+                bytes=self.total_bytes(),
+                name=self.process.name,
+                done_bytes=done,
+            )
+        )

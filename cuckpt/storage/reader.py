@@ -1,0 +1,76 @@
+"""Chunks of an image, read and compared with what was saved; no GPU is needed."""
+
+import mmap
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from cuckpt.storage.checksum import checksum_of
+from cuckpt.storage.errors import ImageError
+from cuckpt.storage.folder import OldImage
+from cuckpt.storage.manifest import Chunk, Stripe
+from cuckpt.storage.stripes import StripeFile, padded
+
+
+def read_chunk(file: StripeFile, chunk: Chunk, view: memoryview) -> None:
+    """Read a chunk; once more, past the cache, if it is not what was saved.
+
+    Parameters
+    ----------
+    file : StripeFile
+    chunk : Chunk
+    view : memoryview
+        Of bytes, at least so many as the chunk has when it is padded.
+
+    Raises
+    ------
+    ImageError
+        If it is not what was saved.
+    OSError
+        If it cannot be read.
+    """
+    for fresh in (False, True):
+        found = file.read(chunk.place, view, chunk.size, fresh)
+        if found == chunk.size and (
+            not chunk.checksum or checksum_of()(view[:found]) == chunk.checksum
+        ):
+            return
+    raise ImageError(
+        f"{file.name} is damaged: what is at {chunk.place} is not what was saved"
+        if found == chunk.size
+        else f"{file.name} is damaged: it ends at {chunk.place + found}"
+    )
+
+
+def damages(image: OldImage, stripes: Sequence[Stripe], workers: int) -> list[str]:
+    """Read all files, and tell what is wrong.
+
+    Parameters
+    ----------
+    image : OldImage
+        Whose files are open.
+    stripes : sequence of Stripe
+    workers : int
+        How many files to read at the same time.
+
+    Returns
+    -------
+    list of str
+        One text for each file that is not what was saved.
+    """
+    local = threading.local()
+
+    def look(stripe: Stripe) -> str | None:
+        longest = padded(max((chunk.size for chunk in stripe.chunks), default=1))
+        if getattr(local, "size", 0) < longest:
+            local.view = memoryview(mmap.mmap(-1, longest))
+            local.size = longest
+        try:
+            for chunk in stripe.chunks:
+                read_chunk(image.file(stripe.file), chunk, local.view)
+        except (ImageError, OSError) as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(workers, "cuckpt verifies") as threads:
+        return [text for text in threads.map(look, stripes) if text is not None]
