@@ -87,7 +87,9 @@ class Run:
     def line(self, what, seconds, beside=None):
         rate = self.size / seconds / 1e9
         self.figures[what] = rate
-        ratio = f"  {rate / self.figures[beside]:5.2f} x" if beside in self.figures else ""
+        ratio = (
+            f"  {rate / self.figures[beside]:5.2f} x" if beside in self.figures else ""
+        )
         print(f"{what:44}{seconds:8.3f} s{rate:8.2f} GB/s{ratio}", flush=True)
 
     def driver_managed(self):
@@ -190,9 +192,7 @@ class Run:
             print(f"KvikIO: not here ({error})")
             return
         memory = cupy.cuda.UnownedMemory(self.where.device_pointer, self.size, self)
-        array = cupy.ndarray(
-            self.size, "u1", memptr=cupy.cuda.MemoryPointer(memory, 0)
-        )
+        array = cupy.ndarray(self.size, "u1", memptr=cupy.cuda.MemoryPointer(memory, 0))
         kvikio.defaults.set({"num_threads": 16})
         for name, folder in ("tmpfs", self.options.memory), ("disk", self.options.disk):
             path = Path(folder, f"kvikio-{os.getpid()}")

@@ -369,6 +369,9 @@ class Passage:
             longest_s *= 2
 
     def _restore(self) -> None:
+        self._restore_by(lambda: self.process._restore(self._pairs))
+
+    def _restore_by(self, restore: Callable[[], None]) -> None:
         """Restore; a second failure tells whether it is lost.
 
         With driver 580 a process whose restore ran out of memory, or that has
@@ -376,13 +379,13 @@ class Passage:
         """
         try:
             self.process._refuse()
-            self.process._restore(self._pairs)
+            restore()
             self.process._is_lost = False
         except driver.DriverError as first:
             if self.process._read_state() != State.CHECKPOINTED:
                 raise
             try:
-                self.process._restore(self._pairs)
+                restore()
                 self.process._is_lost = False
                 self.note(f"restore succeeded at the second attempt, after {first}")
             except driver.OperatingSystemError:

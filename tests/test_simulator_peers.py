@@ -350,3 +350,27 @@ def test_unmodified_bindings_use_memory_streams_and_events():
     assert printed == [
         *("b'cuckpt simulated GPU'", "9", "True", "True", "True", str(2 << 20), "1")
     ]
+
+
+def test_bindings_say_nothing_and_the_runtime_says_why_it_does_not_run(tmp_path):
+    program = """
+import ctypes, nvidia, pathlib
+from cuda.bindings import driver
+assert int(driver.cuInit(0)[0]) == 0
+print("silent so far", file=sys.stderr, flush=True)
+(file,) = pathlib.Path(nvidia.__path__[0]).glob("cu13/lib/libcudart.so.13")
+count = ctypes.c_int()
+print(ctypes.CDLL(str(file)).cudaGetDeviceCount(ctypes.byref(count)))
+"""
+    result = subprocess.run(
+        [COMMAND, "simulate", "--", sys.executable, "-P", "-c", "import sys" + program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert result.stdout == "801\n"
+    silent, told = result.stderr.splitlines()
+    assert silent == "silent so far"
+    assert "the CUDA runtime" in told

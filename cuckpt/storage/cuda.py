@@ -200,6 +200,19 @@ def give_buffer(buffer: Buffer) -> None:
 
 
 @contextlib.contextmanager
+def _current(contexts: dict[int, int]) -> Iterator[None]:
+    """Make one of these contexts current for a while."""
+    for context in contexts.values():
+        call("cuCtxPushCurrent", context)
+        try:
+            yield
+        finally:
+            call("cuCtxPopCurrent")
+        return
+    yield
+
+
+@contextlib.contextmanager
 def used() -> Iterator[None]:
     """Keep others from the release of what is in use."""
     global _users
@@ -230,7 +243,8 @@ def release() -> None:
         contexts = dict(_contexts)
         _pool.clear()
         _contexts.clear()
-    for buffer in buffers:
-        buffer.free()
+    with _current(contexts):
+        for buffer in buffers:
+            buffer.free()
     for gpu in contexts:
         checkpoint.device_primary_ctx_release_v2(checkpoint.device_get(gpu))

@@ -153,7 +153,7 @@ class NewImage:
         file = os.open(name, flags, 0o600, dir_fd=self._folder)
         direct = None
         if self._durable:
-            direct = without_cache(name, os.O_WRONLY | _FILE, self._folder)
+            direct = without_cache(name, os.O_RDWR | _FILE, self._folder)
         return StripeFile(name, file, direct)
 
     def file(self, name: str) -> StripeFile:

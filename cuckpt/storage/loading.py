@@ -18,7 +18,6 @@ from cuckpt.process_errors import (
     NoMembersError,
     ProcessError,
     ProcessLeftError,
-    ProcessLostError,
 )
 from cuckpt.storage.copier import Content, Copier, Region
 from cuckpt.storage.errors import ImageError
@@ -201,12 +200,8 @@ class LoadPassage(StoragePassage):
     def begin(self) -> None:
         """Have memory handed out."""
         hold_contexts(self._new_gpu(region.gpu) for region in self._regions())
-        self.step("prepare")
-        if self.operation is None:
-            raise self._lost(
-                "the driver has begun a restore that it reports as failed, and did not "
-                "hand out its memory"
-            )
+        super().begin()
+        assert self.operation is not None
         found = {uuid: each.size for uuid, each in self.operation.regions.items()}
         wanted = {self._new_gpu(each.gpu): each.size for each in self._regions()}
         if found != wanted:
@@ -234,14 +229,16 @@ class LoadPassage(StoragePassage):
 
     def _call(self, verb: str) -> None:
         if verb == "prepare":
-            self.process._refuse()
-            gpus = [self._new_gpu(region.gpu) for region in self._regions()]
-            self.operation = Operation.restore(self.process.pid, gpus, self._pairs)
+            self._restore_by(self._begin_restore)
         elif verb == "checkpoint":
             # On the way back: nobody needs what is there, the image has it.
             Operation.checkpoint(self.process.pid, None).complete()
         else:
             super()._call(verb)
+
+    def _begin_restore(self) -> None:
+        gpus = [self._new_gpu(region.gpu) for region in self._regions()]
+        self.operation = Operation.restore(self.process.pid, gpus, self._pairs)
 
     def go_back(self, initial: int) -> None:
         """Bring it to a state; what is half filled is thrown away, and never runs."""
@@ -250,19 +247,15 @@ class LoadPassage(StoragePassage):
             try:
                 self.complete()
             except driver.DriverError as error:
-                raise self._lost(f"its restore cannot be completed: {error}") from error
+                raise self.lost(f"its restore cannot be completed: {error}") from error
         try:
             super().go_back(initial)
         except ProcessLeftError as error:
             if initial == State.RUNNING:
                 raise
-            raise self._lost(
+            raise self.lost(
                 f"it is half filled and must not run, and {error.args[1]}"
             ) from error
-
-    def _lost(self, why: str) -> ProcessLostError:
-        self.process._is_lost = True
-        return ProcessLostError(self.process.pid, f"is lost: {why}")
 
 
 def _version(number: int) -> str:

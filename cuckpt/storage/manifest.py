@@ -196,7 +196,7 @@ def parse(manifest: bytes, path: str) -> Image:
         content = whole["content"]
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
-        if content["version"] != VERSION:
+        if _is(content["version"], int) != VERSION:
             raise ImageError(
                 f"{path} is of version {content['version']!r} of the format, and this "
                 f"cuckpt reads version {VERSION}: use the cuckpt that wrote it, or a "

@@ -173,7 +173,7 @@ def gpu_name(gpu: int) -> str:
     str
     """
     name: bytes = cuda.call("cuDeviceGetName", 128, driver.device_get(gpu))
-    return name.rstrip(b"\0").decode(errors="replace")
+    return name.partition(b"\0")[0].decode(errors="replace")
 
 
 def _ordinals() -> Mapping[str, int]:

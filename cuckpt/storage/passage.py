@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cuckpt.events import Event, Phase
 from cuckpt.group_run import MembersPassage
+from cuckpt.process_errors import ProcessLostError
 from cuckpt.storage.operation import Operation
 
 if TYPE_CHECKING:
@@ -29,9 +30,36 @@ class StoragePassage(MembersPassage):
     def __init__(self, member: "Process", run: "Run") -> None:
         super().__init__(member, run)
         self.operation: Operation | None = None
+        self._loss: ProcessLostError | None = None
         self._copied_bytes = 0
         self._told_s = 0.0
         self._counting = threading.Lock()
+
+    def begin(self) -> None:
+        """Have its memory handed out."""
+        self.step("prepare")
+        if self.operation is None:
+            raise self.lost(
+                "the driver has begun what it reports as failed, and did not hand out "
+                "the memory"
+            )
+
+    def lost(self, why: str) -> ProcessLostError:
+        """Return the error that says so, from now on also to who would bring it back.
+
+        Parameters
+        ----------
+        why : str
+        """
+        self.process._is_lost = True
+        self._loss = ProcessLostError(self.process.pid, f"is lost: {why}")
+        return self._loss
+
+    def go_back(self, initial: int) -> None:
+        """Bring it to a state, unless it is lost."""
+        if self._loss is not None:
+            raise self._loss
+        super().go_back(initial)
 
     def complete(self) -> None:
         """Complete the operation; an error after which it is done is none."""

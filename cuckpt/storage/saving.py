@@ -194,7 +194,7 @@ class SaveRun(Run):
                 failures.append(f"{os.fspath(path)}: {error}")
                 continue
             for passage in self._passages.values():
-                passage.note(f"saved to {image.path}, since {failures[-1]}")
+                passage.note(f"saved to {image.path}, since {'; '.join(failures)}")
             yield image
 
     def _copy_to(self, image: NewImage) -> None:
@@ -234,11 +234,9 @@ class SaveRun(Run):
             else:
                 passage.stored = Stored(content, place)
                 return
-        passage.process._is_lost = True
-        raise ProcessLostError(
-            passage.process.pid,
-            "is lost: its GPU memory could be copied nowhere and is in the hands of "
-            f"the driver: {'; '.join(failures)}",
+        raise passage.lost(
+            "its GPU memory could be copied nowhere and is in the hands of the driver: "
+            + "; ".join(failures)
         )
 
     def _places_for_the_way_back(
@@ -298,17 +296,6 @@ class SavePassage(StoragePassage):
         self._save_run = run
         self.stored: Stored | None = None
 
-    def begin(self) -> None:
-        """Have its memory handed out."""
-        self.step("prepare")
-        if self.operation is None:
-            self.process._is_lost = True
-            raise ProcessLostError(
-                self.process.pid,
-                "is lost: the driver has begun a checkpoint that it reports as failed, "
-                "and did not hand out its memory",
-            )
-
     def gpus(self) -> list[str] | None:
         """Return the UUIDs of its GPUs; None if they are not known."""
         used = self.process._used_bytes
@@ -355,11 +342,7 @@ class SavePassage(StoragePassage):
             load_to(operation.regions, self.stored)
             operation.complete()
         except Exception as error:
-            self.process._is_lost = True
-            raise ProcessLostError(
-                self.process.pid,
-                f"is lost: its memory could not be brought back: {error}",
-            ) from error
+            raise self.lost(f"its memory could not be brought back: {error}") from error
 
 
 def copied(

@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -382,8 +383,8 @@ EXPORT CUresult cuCheckpointOperationComplete(uint64_t handle)
     result = wait_for_streams(storage);
     if (result == SUCCESS)
         result = end(storage->pid, storage->number, COMPLETE);
-    /* After other errors one may try again. */
-    if (result == SUCCESS || result == ILLEGAL_STATE || result == OPERATING_SYSTEM)
+    /* After an error one may try again, as long as the process is there. */
+    if (result == SUCCESS || kill(storage->pid, 0))
         drop(storage);
     else
         keep(storage);

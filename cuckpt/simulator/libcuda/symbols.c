@@ -78,6 +78,7 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
 /* Name, version it appeared in, symbol. */
 #define FUNCTIONS(F) \
     F(cuInit, 2000, cuInit) \
+    F(cuGetExportTable, 3000, cuGetExportTable) \
     F(cuDriverGetVersion, 2020, cuDriverGetVersion) \
     F(cuDeviceGetCount, 2000, cuDeviceGetCount) \
     F(cuDeviceGet, 2000, cuDeviceGet) \
@@ -207,13 +208,18 @@ static const struct {
     void *function;
 } functions[] = {FUNCTIONS(ROW)};
 
-static void tell_about_the_runtime(void)
+/* Nobody but the CUDA runtime calls it: cuda.bindings only asks where it is. */
+EXPORT CUresult cuGetExportTable(const void **table, const void *id)
 {
     static atomic_bool told;
 
+    (void)id;
     if (!atomic_exchange(&told, true))
         fputs("cuckpt simulator: the CUDA runtime, which PyTorch and CuPy use, does "
               "not run on the simulated driver; see docs/simulator.md\n", stderr);
+    if (table)
+        *table = NULL;
+    return NOT_SUPPORTED;
 }
 
 EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
@@ -226,8 +232,6 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function,
     if (!symbol || !function)
         return INVALID_VALUE;
     *function = NULL;
-    if (!strcmp(symbol, "cuGetExportTable"))
-        tell_about_the_runtime();
     if (machine && version > (int)machine->driver_version)
         return INVALID_VALUE;
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
