@@ -320,9 +320,11 @@ class Run:
             if goals[passage.process.pid] == State.CHECKPOINTED:
                 return
             # That its state cannot be told comes up again on the way to the goal.
-            with contextlib.suppress(driver.DriverError):
-                if passage.read_state() == State.CHECKPOINTED:
-                    passage.go_back(State.LOCKED)
+            state = None
+            with contextlib.suppress(Exception):
+                state = passage.read_state()
+            if state == State.CHECKPOINTED:
+                passage.go_back(State.LOCKED)
 
         def go_back(passage: Passage) -> None:
             passage.go_back(goals[passage.process.pid])

@@ -389,7 +389,8 @@ class Passage:
                 self.process._is_lost = False
                 self.note(f"restore succeeded at the second attempt, after {first}")
             except driver.OperatingSystemError:
-                self.process._refuse_gone()
+                if self.process._read_state() != State.CHECKPOINTED:
+                    raise
                 self.process._is_lost = True
                 raise ProcessLostError(
                     self.process.pid,

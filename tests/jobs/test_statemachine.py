@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -27,7 +28,7 @@ from cuckpt import driver
 from cuckpt.group import GroupError, ProcessGroup
 from cuckpt.process import Process
 from cuckpt.process_errors import (
-    NoRoomError,
+    NoMembersError,
     ProcessError,
     ProcessGoneError,
     ProcessLeftError,
@@ -39,6 +40,7 @@ STEPS = int(os.environ.get("CUCKPT_STEPS", "600"))
 STEPS_OF_ONE = 30
 KIB = 1 << 10
 
+VERBS = "suspend", "resume", "recover", "suspended"
 CALLER = """
 import sys
 from cuckpt.group import ProcessGroup
@@ -47,6 +49,12 @@ group = ProcessGroup.from_pids(map(int, pids))
 print("begins", flush=True)
 getattr(group, verb)()
 """
+
+
+def is_possible(fault):
+    """Tell whether a driver does so: ILLEGAL_STATE is of what somebody else did."""
+    return fault.result != 401 or fault.when == "before"
+
 
 faults = st.builds(
     Fault,
@@ -57,7 +65,7 @@ faults = st.builds(
     delay_s=st.sampled_from([0.0, 0.0, 0.0, 0.02]),
     when=st.sampled_from(["before", "after"]),
     kill=st.sampled_from([None, None, None, None, "target"]),
-)
+).filter(is_possible)
 some_faults = st.lists(faults, min_size=1, max_size=3) | st.just([])
 done = collections.Counter()
 
@@ -151,14 +159,15 @@ class Jobs(RuleBasedStateMachine):
             do()
         except GroupError as error:
             done["failed"] += 1
-            excused = {e.pid for e in error.exceptions if isinstance(e, EXCUSES)}
+            self.history.append(str(error))
+            excused = pids_excused_by(error)
             for each in error.exceptions:
                 assert isinstance(each, driver.DriverError | ProcessError), repr(each)
             self.compare(self.state, excused)
-        except (driver.DriverError, ProcessError, NoRoomError) as error:
+        except (driver.DriverError, ProcessError, NoMembersError) as error:
             done["failed"] += 1
-            pid = getattr(error, "pid", None)
-            self.compare(self.state, {pid} if isinstance(error, EXCUSES) else set())
+            self.history.append(str(error))
+            self.compare(self.state, pids_excused_by(error))
         else:
             self.state.update(goals)
             self.compare(self.state, set())
@@ -232,17 +241,18 @@ class Jobs(RuleBasedStateMachine):
     @step
     def resume_all(self, to, several):
         self.inject_all(several)
-        gpu_map = None if to is None else {str(self.pool.machine.gpus[0]): to}
+        gpu_map = None if to is None else {0: to}
         goals = dict.fromkeys(self.living(), "running")
         self.expect(goals, lambda: self.group.resume(gpu_map), "resume")
 
-    @rule(several=some_faults)
+    @rule(to=st.sampled_from([None, 1]), several=some_faults)
     @step
-    def hold_all(self, several):
+    def hold_all(self, to, several):
         self.inject_all(several)
+        gpu_map = None if to is None else {0: to}
 
         def hold():
-            with self.group.suspended():
+            with self.group.suspended(gpu_map=gpu_map):
                 done["held"] += 1
 
         self.expect({}, hold, "suspended")
@@ -274,11 +284,99 @@ class Jobs(RuleBasedStateMachine):
         try:
             self.group.recover()
         except GroupError as error:
-            excused = {e.pid for e in error.exceptions if isinstance(e, EXCUSES)}
+            excused = pids_excused_by(error)
             assert len(excused) == len(error.exceptions)
         for pid in self.living():
             self.state[pid] = "running"
         self.compare(self.state, excused)
+
+    @rule(
+        verbs=st.lists(st.sampled_from(VERBS), min_size=2, max_size=3),
+        several=some_faults,
+    )
+    @step
+    def do_several_at_once(self, verbs, several):
+        """By threads, each with the group or one of its members."""
+        self.inject_all(several)
+        living, excused = self.living(), set()
+        if not living:
+            return
+
+        def do(number, verb):
+            subject = self.group if number else Process(living[0])
+            try:
+                if verb == "suspended":
+                    with subject.suspended():
+                        pass
+                else:
+                    getattr(subject, verb)()
+            except (GroupError, driver.DriverError, ProcessError, OSError) as error:
+                excused.update(pids_excused_by(error))
+
+        threads = [threading.Thread(target=do, args=each) for each in enumerate(verbs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        done["several at once"] += 1
+        self.take_over(excused)
+
+    def take_over(self, excused):
+        """Whatever each has come to, it is half way nowhere."""
+        for pid in self.living():
+            state = state_of(pid)
+            if pid not in excused and state != "ended":
+                assert state in ("running", "checkpointed"), (pid, state)
+                self.state[pid] = state
+        self.compare(self.state, excused)
+
+    @rule(verb=st.sampled_from(["suspend", "resume"]), own=st.sampled_from(VERBS))
+    @step
+    def do_beside_another_program(self, verb, own):
+        pids = [str(pid) for pid in self.living()]
+        if not pids:
+            return
+        done["beside another program"] += 1
+        with subprocess.Popen(
+            [sys.executable, "-P", "-c", CALLER, verb, *pids],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as caller:
+            caller.stdout.readline()
+            with contextlib.suppress(
+                GroupError, driver.DriverError, ProcessError, NoMembersError
+            ):
+                if own == "suspended":
+                    with self.group.suspended():
+                        pass
+                else:
+                    getattr(self.group, own)()
+        self.recover()
+
+    @rule(
+        index=st.integers(0, 7),
+        verb=st.sampled_from(["suspend", "resume"]),
+        after_ms=st.integers(0, 20),
+    )
+    @step
+    def stop_one_in_the_middle(self, index, verb, after_ms):
+        living = self.living()
+        if not living:
+            return
+        pid = living[index % len(living)]
+
+        def stop():
+            time.sleep(after_ms / 1000)
+            for number in signal.SIGSTOP, signal.SIGCONT:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                time.sleep(0.03)
+
+        thread = threading.Thread(target=stop)
+        thread.start()
+        goal = {"suspend": "checkpointed", "resume": "running"}[verb]
+        self.expect(dict.fromkeys(living, goal), getattr(self.group, verb), "stopped")
+        thread.join()
 
     @precondition(lambda self: self.callers_killed < 2)
     @rule(verb=st.sampled_from(["suspend", "resume"]), after_ms=st.integers(0, 30))
@@ -306,6 +404,12 @@ class Jobs(RuleBasedStateMachine):
 
 
 EXCUSES = ProcessLostError, ProcessLeftError, ProcessGoneError
+
+
+def pids_excused_by(error):
+    """Tell who is named as lost, left or gone."""
+    errors = error.exceptions if isinstance(error, GroupError) else [error]
+    return {each.pid for each in errors if isinstance(each, EXCUSES)}
 
 
 @pytest.mark.thread_unsafe(reason="one machine")
