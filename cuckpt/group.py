@@ -373,6 +373,7 @@ class ProcessGroup:
             if error is None:
                 raise
             error.add_note(f"after_resume raised {problem!r}")
+            problem.__context__, error.__context__ = None, problem
 
     def _look_for_members(self) -> list[Process]:
         """Find who belongs to it by now; return those that are new."""

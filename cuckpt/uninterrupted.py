@@ -34,8 +34,10 @@ def uninterrupted(do: "Callable[[threading.Event], _T]") -> _T:
     """
     if sys.is_finalizing():  # other threads get no turn any more
         return do(threading.Event())
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
+        # This may raise, when it has blocked them, what a handler does.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
         return _in_a_thread(do)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from cuckpt import driver, proc
+from cuckpt.diagnosis import doctor
 from cuckpt.events import ProgressBar, Trace
 from cuckpt.group import GroupError, ProcessGroup
 from cuckpt.process import Process
@@ -24,11 +25,12 @@ from cuckpt.process_errors import (
     NoRoomError,
     ProcessError,
     ProcessGoneError,
+    ProcessLeftError,
     ProcessLostError,
     ProcessStoppedError,
 )
 from cuckpt.simulator import Fault
-from cuckpt.target import Target
+from cuckpt.target import Program, Target
 
 pytestmark = pytest.mark.thread_unsafe(reason="one machine, and other processes")
 
@@ -808,6 +810,80 @@ def test_one_that_cannot_be_brought_back_is_named(spawn, cuda_machine):
     check_all(targets)
 
 
+def test_lost_one_is_told_from_then_on(spawn, cuda_machine):
+    targets = spawn(2)
+    group = ProcessGroup.from_pids(pids_of(targets))
+    group.suspend()
+    cuda_machine.inject(Fault("restore", result=2, at=1))
+    with pytest.raises(GroupError, match="was checkpointed, is lost") as caught:
+        group.resume()
+    (error,) = caught.value.exceptions
+    assert group.states()[error.pid] == "lost"
+    assert ProcessGroup.from_pids([error.pid]).states() == {error.pid: "lost"}
+    (finding,) = [f for f in doctor([error.pid]) if f.subject.startswith("process")]
+    assert (finding.level, finding.what) == ("problem", "is lost")
+    assert Process(error.pid).state == "checkpointed"
+
+
+def test_error_lists_failures_first_and_few_that_were_skipped(spawn, started):
+    targets = spawn(3)
+    others = [started("sleep", "100") for _ in range(7)]
+    group = ProcessGroup.from_pids([*others, *pids_of(targets)])
+    stop(targets[2].pid)
+    with pytest.raises(GroupError) as caught:
+        group.suspend()
+    lines = str(caught.value).splitlines()
+    assert lines[1].startswith(f"  process {targets[2].pid} (")
+    assert "): not asked; process" in lines[1]
+    assert [line.split()[1] for line in lines[2:4]] == list(
+        map(str, pids_of(targets[:2]))
+    )
+    assert sum("no CUDA state" in line for line in lines) == 5
+    assert lines[-1].startswith("  and 2 more skipped")
+    targets[2].process.send_signal(signal.SIGCONT)
+    check_all(targets)
+
+
+def test_report_has_a_line_for_each(spawn, started):
+    targets, other = spawn(2), started("sleep", "100")
+    group = ProcessGroup.from_pids([other, *pids_of(targets)])
+    first, *lines, last = str(group.suspend()).splitlines()
+    assert first.startswith("2 processes in ")
+    for target, line in zip(targets, lines, strict=True):
+        assert line.startswith(f"{target.pid} ")
+        assert "running -> checkpointed, lock 0." in line
+        assert len(line) <= 80
+    assert last == f"process {other}: no CUDA state"
+    group.resume()
+
+
+OTHER_USER = """
+import os, sys
+from cuckpt import driver, hints, nvml
+from cuckpt.group import GroupError, ProcessGroup
+driver.has_checkpoint()
+pid = int(sys.argv[1])
+os.setgroups([])
+os.setresuid(65534, 65534, 65534)
+group = ProcessGroup.from_pids([pid])
+print(group.states() == {pid: "refused"})
+try:
+    group.suspend()
+except GroupError as error:
+    print([type(each).__name__ for each in error.exceptions])
+print(pid in ProcessGroup.discover().skipped)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_suspend_fails_when_one_may_not_be_asked(spawn):
+    (target,) = spawn(1)
+    with Program("-c", OTHER_USER, str(target.pid)) as other:
+        answers = [other.answer() for _ in range(3)]
+    assert answers == ["True", "['OperatingSystemError']", "True"]
+    check_all([target])
+
+
 # Job files
 
 
@@ -855,6 +931,49 @@ def test_job_file_makes_the_way_back_one_by_one(spawn, cuda_machine, with_job_fi
         group.suspend()
     assert len(events.spans("restore")) == 2
     assert not overlap(events.spans("restore"))
+    check_all(targets)
+
+
+def test_one_that_was_stopped_on_the_way_back_is_tried_again(spawn, monkeypatch):
+    targets = spawn(2)
+    group = ProcessGroup.from_pids(pids_of(targets))
+    checkpoint, begun = driver.checkpoint_process_checkpoint, threading.Barrier(2)
+
+    def stop_and_fail(pid):
+        if begun.wait(20) == 0:
+            stop(pid)
+            threading.Timer(0.02, os.kill, [pid, signal.SIGCONT]).start()
+        raise driver.UnknownError(999)
+
+    monkeypatch.setattr(driver, "checkpoint_process_checkpoint", stop_and_fail)
+    with pytest.raises(GroupError):
+        group.suspend()
+    check_all(targets)
+    monkeypatch.setattr(driver, "checkpoint_process_checkpoint", checkpoint)
+
+
+def test_one_that_is_locked_is_never_left_out_as_if_it_had_no_cuda_state(
+    spawn, cuda_machine, monkeypatch
+):
+    targets = spawn(2)
+    group = ProcessGroup.from_pids(pids_of(targets))
+    group.states()
+    get_state, tells_lies = driver.checkpoint_process_get_state, []
+
+    def say_that_there_is_none(pid):
+        if pid == targets[0].pid and cuda_machine.calls["lock"] == 2 and not tells_lies:
+            error = driver.NotInitializedError(3)
+            error.call = "cuCheckpointProcessGetState"
+            raise error
+        return get_state(pid)
+
+    monkeypatch.setattr(driver, "checkpoint_process_get_state", say_that_there_is_none)
+    with pytest.raises(GroupError, match="could not be brought back") as caught:
+        group.suspend()
+    assert targets[0].pid not in caught.value.report.skipped
+    assert isinstance(caught.value.exceptions[0], ProcessLeftError)
+    tells_lies.append(False)
+    group.recover()
     check_all(targets)
 
 
@@ -913,6 +1032,22 @@ def test_hook_that_raises_after_leaves_all_running(spawn):
     check_all(targets)
     with pytest.raises(ZeroDivisionError), group.suspended():
         pass
+    check_all(targets)
+
+
+def test_hook_that_raises_after_a_failure_does_not_hide_it(spawn, cuda_machine):
+    targets = spawn(2)
+
+    def fail(group):
+        raise ZeroDivisionError("so")
+
+    group = ProcessGroup.from_pids(pids_of(targets), after_resume=fail)
+    for suspend in group.suspend, lambda: group.suspended().__enter__():
+        cuda_machine.inject(next_call(cuda_machine, "checkpoint", result=801))
+        with pytest.raises(GroupError) as caught:
+            suspend()
+        assert caught.value.__notes__ == ["after_resume raised ZeroDivisionError('so')"]
+        assert isinstance(caught.value.__context__, ZeroDivisionError)
     check_all(targets)
 
 

@@ -1,5 +1,6 @@
 """One process: what suspends and resumes it, what fails, and what is left then."""
 
+import _thread
 import contextlib
 import copy
 import ctypes
@@ -16,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from cuckpt import driver, nvml, proc
-from cuckpt.process import Process, uninterrupted
+from cuckpt.events import Teller
+from cuckpt.process import Outcome, Process, uninterrupted
 from cuckpt.process_errors import (
     MissingExtraError,
     NoRoomError,
@@ -343,6 +345,44 @@ def test_restore_takes_pairs_of_all_gpus(cuda_machine, target, process):
     target.check()
 
 
+@machine_with(gpus=2)
+def test_resume_tells_where_memory_is_when_it_fails_after_the_move(
+    cuda_machine, target, process
+):
+    first, second = map(str, cuda_machine.gpus)
+    process.suspend()
+    cuda_machine.inject(Fault("unlock", result=999))
+    with pytest.raises(driver.UnknownError) as caught:
+        process.resume({first: second})
+    assert caught.value.__notes__ == [
+        f"process {process.pid} is checkpointed, as before",
+        f"its memory is now that of {second}: to resume it needs no map",
+    ]
+    assert process.state == "checkpointed"
+    outcome = process.resume()
+    assert outcome.used_bytes.keys() == {second}
+    assert outcome.notes == []
+    assert process.used_memory().keys() == {second}
+    target.check()
+
+
+@machine_with(gpus=2, memory_bytes=64 * MIB)
+def test_room_is_looked_for_where_memory_was_moved_to(cuda_machine):
+    target = cuda_machine.spawn({0: 40 * MIB})
+    process = Process(target.pid)
+    process.suspend()
+    cuda_machine.inject(Fault("unlock", result=999))
+    with pytest.raises(driver.UnknownError):
+        process.resume({0: 1})
+    with Target({0: 40 * MIB}):
+        assert process.resume().after == "running"
+    process.suspend()
+    with Target({1: 40 * MIB}), pytest.raises(NoRoomError, match="GPU 1"):
+        process.resume()
+    process.resume()
+    target.check()
+
+
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 
 
@@ -618,6 +658,35 @@ def test_suspend_leaves_a_locked_one_locked_when_it_fails(cuda_machine, process)
 
 
 @machine_with(
+    faults=[
+        Fault("restore", result=999),
+        Fault("restore", result=304, at=2, when="after"),
+    ]
+)
+def test_restore_is_done_that_says_it_failed_at_the_second_attempt(target, process):
+    process.suspend()
+    (note,) = process.resume().notes
+    assert note.startswith("restore is done, though the driver said ")
+    target.check()
+
+
+def test_process_that_has_no_cuda_state_for_a_moment_is_asked_again(
+    cuda_machine, target, process
+):
+    process.lock()
+    assert process.state == "locked"
+    at = cuda_machine.calls["get_state"] + 1
+    cuda_machine.inject(Fault("get_state", result=3, at=at, count=3))
+    assert process.state == "locked"
+    at = cuda_machine.calls["get_state"] + 1
+    cuda_machine.inject(Fault("get_state", result=3, at=at, count=4))
+    with pytest.raises(driver.NotInitializedError):
+        pytest.fail(process.state)
+    process.unlock()
+    target.check()
+
+
+@machine_with(
     faults=[Fault("checkpoint", result=801), Fault("unlock", result=999, count=2)]
 )
 def test_way_back_is_tried_again(target, process):
@@ -709,10 +778,9 @@ def crowded(cuda_machine):
 @machine_with(memory_bytes=64 * MIB)
 def test_resume_waits_for_room(cuda_machine, crowded):
     process, target, hog = crowded
+    text = "16 MiB free, and 48 MiB are needed; free memory on that GPU, or resume"
     for call in process.resume, process.recover:
-        with pytest.raises(
-            NoRoomError, match="16 MiB free, and 48 MiB are needed"
-        ) as e:
+        with pytest.raises(NoRoomError, match=text) as e:
             call()
         assert e.value.pid == process.pid
         assert isinstance(e.value, MemoryError)
@@ -802,6 +870,17 @@ def test_process_does_without_nvml(cuda_machine, target, process):
     assert process.state == "checkpointed"
     process.resume()
     target.check()
+
+
+def test_process_does_with_a_broken_nvidia_ml_py(process, monkeypatch, tmp_path):
+    (tmp_path / "pynvml.py").write_text("import is_not_there")
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="'is_not_there'") as caught:
+        process.used_memory()
+    assert not isinstance(caught.value, MissingExtraError)
+    assert "No module named 'is_not_there'" in process.suspend().notes[0]
+    process.resume()
 
 
 def test_process_does_with_a_broken_nvml(target, process, monkeypatch):
@@ -987,6 +1066,60 @@ def test_watcher_that_raises_changes_nothing(target, moment):
     target.check()
 
 
+def test_all_who_watch_are_told(target):
+    first, second = [], []
+    process = Process(target.pid, on_event=[first.append, second.append])
+    process.suspend()
+    assert first == second
+    assert [event.name for event in first] == [process.name] * 4
+    process.resume()
+
+
+@pytest.mark.parametrize("call", [None, "checkpoint"], ids=["succeeds", "fails"])
+def test_watcher_that_never_returns_is_not_waited_for(
+    cuda_machine, target, monkeypatch, call
+):
+    monkeypatch.setattr(Teller, "_PATIENCE_S", 0.05)
+    is_over = threading.Event()
+    process = Process(target.pid, on_event=lambda event: is_over.wait(60))
+    if call:
+        cuda_machine.inject(Fault(call, result=999))
+        with pytest.raises(driver.UnknownError) as caught:
+            process.suspend()
+        notes = caught.value.__notes__
+    else:
+        notes = process.suspend().notes
+    assert notes[-1] == "on_event has not returned"
+    is_over.set()
+    process.recover()
+    target.check()
+
+
+# As text
+
+
+def test_outcome_is_a_line_and_its_notes():
+    outcome = Outcome(
+        4711,
+        "python",
+        "running",
+        "checkpointed",
+        {"lock": 0.0123, "checkpoint": 1.3249},
+        {"GPU-0": 4096 * MIB},
+    )
+    line = (
+        "4711 python: running -> checkpointed, lock 0.01 s, checkpoint 1.32 s, 4096 MiB"
+    )
+    assert str(outcome) == line
+    outcome.notes += ["short", "long " * 30]
+    first, short, *long = str(outcome).splitlines()
+    assert (first, short) == (line, "  - short")
+    assert long[0].startswith("  - long")
+    assert all(each.startswith("    long") for each in long[1:])
+    assert max(map(len, long)) <= 80
+    assert str(Outcome(5, "x")) == "5 x: not asked"
+
+
 # Interrupted
 
 INTERRUPTED = """
@@ -1128,6 +1261,50 @@ def test_interrupt_waits_for_the_end_and_tells_what_failed():
         uninterrupted(do)
     assert ended == [True]
     assert caught.value.__notes__ == ["it is lost"]
+
+
+def test_signals_are_not_kept_waiting_after_an_interrupt_at_the_begin(monkeypatch):
+    truly = signal.pthread_sigmask
+    before = truly(signal.SIG_BLOCK, [])
+
+    def interrupted(how, mask):
+        former = truly(how, mask)
+        if how == signal.SIG_BLOCK and mask:
+            raise KeyboardInterrupt
+        return former
+
+    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(lambda cancelled: pytest.fail("it was begun"))
+    assert truly(signal.SIG_BLOCK, []) == before
+
+
+def test_uninterrupted_does_it_itself_when_there_can_be_no_thread(monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    assert uninterrupted(lambda cancelled: threading.get_ident()) == (
+        threading.get_ident()
+    )
+    with pytest.raises(ZeroDivisionError):
+        uninterrupted(lambda cancelled: 1 / 0)
+
+
+def test_process_is_closed_when_its_module_is_gone(target):
+    program = """
+import os, sys
+from cuckpt import process
+kept = process.Process(int(sys.argv[1]))
+process.os = None
+del kept
+"""
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", program, str(target.pid)],
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_uninterrupted_returns_and_raises_in_any_thread():
