@@ -108,7 +108,7 @@ class Passage:
     after : dict of str to State
         In which state it is after a step.
     has_moved : bool
-        Whether this has brought it to another state.
+        Whether this has brought it to another state, or may have.
     is_moved_by_others : bool
         Whether somebody else has, meanwhile: then it is not brought back.
     """
@@ -132,6 +132,7 @@ class Passage:
         self._pairs: list[tuple[bytes, bytes]] = []
         self._new_gpus: list[bytes] = []
         self.initial = self._state = State.RUNNING
+        self._begun: str | None = None  # a step of which the end is not known
         self._phase: str | None = None  # of the call that is under way
 
     def suspend(self) -> Outcome:
@@ -249,6 +250,10 @@ class Passage:
     def _state_on_the_way_to(self, goal: int) -> State:
         """Return its state; raise if somebody else leads it elsewhere."""
         state = self.read_state()
+        # How a step ended may not have been told, as when it was stopped then.
+        if self._begun and state == self.after[self._begun]:
+            self._arrive(self._begun)
+        self._begun = None
         if state != self._state:
             self.is_moved_by_others = True
             verb = _NEXT.get((self._state, State(goal)))
@@ -262,6 +267,7 @@ class Passage:
         size = self.total_bytes() or None
         process = self.process
         phase = Phase(self._tell, process.pid, verb, size, process.name)
+        self._begun, self.has_moved = verb, True
         try:
             with phase, self._under_way(verb):
                 self._call(verb)
@@ -270,8 +276,10 @@ class Passage:
         finally:
             before = self.outcome.seconds.get(verb, 0.0)
             self.outcome.seconds[verb] = before + phase.seconds
-        self._state = self.after[verb]
-        self.has_moved = True
+        self._arrive(verb)
+
+    def _arrive(self, verb: str) -> None:
+        self._state, self._begun = self.after[verb], None
         if verb == "restore":
             self._keep_where_it_is()
 

@@ -686,6 +686,25 @@ def test_process_that_has_no_cuda_state_for_a_moment_is_asked_again(
     target.check()
 
 
+def test_process_comes_back_when_it_is_not_known_whether_it_was_locked(
+    cuda_machine, target, process, monkeypatch
+):
+    cuda_machine.inject(Fault("lock", result=999, when="after"))
+    refuse, refused = Process._refuse, []
+
+    def refuse_once(self):
+        if cuda_machine.calls["lock"] and not refused:
+            refused.append(True)
+            raise ProcessStoppedError(self.pid, "is stopped")
+        refuse(self)
+
+    monkeypatch.setattr(Process, "_refuse", refuse_once)
+    with pytest.raises(ProcessStoppedError):
+        process.suspend()
+    assert process.state == "running"
+    target.check()
+
+
 @machine_with(
     faults=[Fault("checkpoint", result=801), Fault("unlock", result=999, count=2)]
 )
