@@ -21,6 +21,11 @@ class Suspension:
         Gives back what `let_go` returns, in an operation that has its turn.
     gpu_map : mapping, optional
         As in `Process.resume`.
+
+    Attributes
+    ----------
+    is_open : bool
+        Whether it is to be ended.
     """
 
     def __init__(
@@ -28,6 +33,7 @@ class Suspension:
     ) -> None:
         self._end = end
         self._gpu_map = gpu_map
+        self.is_open = False
 
     def hold(self, initial: Mapping[Key, int]) -> None:
         """Begin; to be called in the turn of the processes.
@@ -39,6 +45,7 @@ class Suspension:
         """
         for key, state in initial.items():
             _held.setdefault(key, _Hold(state)).by.append(self)
+        self.is_open = True
         _open.append(self)
 
     def let_go(self) -> "dict[Key, tuple[int, Mapping[Any, Any] | None]]":
@@ -49,6 +56,7 @@ class Suspension:
         dict of tuple to tuple
             State and GPU map to give back to each that nobody else holds.
         """
+        self.is_open = False
         if self in _open:
             _open.remove(self)
         given = {}
@@ -61,11 +69,6 @@ class Suspension:
                 del _held[key]
                 given[key] = hold.initial, hold.gpu_map
         return given
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is to be ended."""
-        return self in _open
 
     def keys(self) -> list[Key]:
         """Return the processes that it holds."""
@@ -109,6 +112,8 @@ def _end_all() -> None:
 
 def _forget() -> None:
     """Give nothing back in a forked child: its parent does."""
+    for suspension in _open:
+        suspension.is_open = False
     _held.clear()
     _open.clear()
 

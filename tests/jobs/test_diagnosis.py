@@ -84,6 +84,25 @@ def test_every_finding_but_a_good_one_says_why_and_what_to_do(files):
             assert finding.do
 
 
+@pytest.mark.parametrize(
+    ("pid", "do"),
+    [
+        (2**22 + 1, "look for its pid"),
+        ("x", "give a number"),
+        (1, "leave it out"),
+    ],
+)
+def test_doctor_says_what_to_do_about_a_process(cuda_machine, pid, do):
+    assert only(f"process {pid}", doctor([pid])).do.startswith(do)
+
+
+def test_doctor_says_what_to_do_about_a_stopped_process(target):
+    target.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, target.pid, os.WSTOPPED | os.WNOWAIT)
+    assert "kill -CONT" in only(f"process {target.pid}", doctor([target.pid])).do
+    target.process.send_signal(signal.SIGCONT)
+
+
 def test_doctor_needs_a_driver(cuda_machine, target, monkeypatch):
     def fail():
         raise RuntimeError("libcuda.so.1 cannot be loaded")
