@@ -108,23 +108,24 @@ class Run:
         self, cancelled: threading.Event, suspension: Suspension | None = None
     ) -> GroupReport:
         """Suspend all, or bring all back."""
-        with self._begun(cancelled), self._brought_back():
-            self._take(self._group._members.values())
-            self._all(to(State.LOCKED), self._not(State.CHECKPOINTED))
-            while new := self._group._look_for_members():
-                self._all(to(State.LOCKED), self._take(new))
-            if not self._passages:
-                raise NoMembersError(self._finished().skipped)
-            self._compare_with_host_memory()
-            self._all(to(State.CHECKPOINTED))
-            self._all(Passage.check_that_nothing_is_left)
-            self._all(expect(State.CHECKPOINTED))
-            # In time for this: what was asked for meanwhile is undone as well.
-            if self.cancelled.is_set() or is_asked_to_end():
-                raise KeyboardInterrupt
+        with self._begun(cancelled):
+            with self._brought_back():
+                self._take(self._group._members.values())
+                self._all(to(State.LOCKED), self._not(State.CHECKPOINTED))
+                while new := self._group._look_for_members():
+                    self._all(to(State.LOCKED), self._take(new))
+                if not self._passages:
+                    raise NoMembersError(self._finished().skipped)
+                self._compare_with_host_memory()
+                self._all(to(State.CHECKPOINTED))
+                self._all(Passage.check_that_nothing_is_left)
+                self._all(expect(State.CHECKPOINTED))
+                # In time for this: what was asked for meanwhile is undone as well.
+                if self.cancelled.is_set() or is_asked_to_end():
+                    raise KeyboardInterrupt
             if suspension is not None:
                 suspension.hold(self._initial_by_key())
-        return self._finished()
+            return self._finished()
 
     def _initial_by_key(self) -> dict[Key, int]:
         return {
@@ -145,7 +146,7 @@ class Run:
                 self._all(to(State.LOCKED), self._not(State.RUNNING))
                 self._all(to(State.RUNNING))
                 self._all(expect(State.RUNNING))
-        return self._finished()
+            return self._finished()
 
     def end_suspension(
         self, cancelled: threading.Event, suspension: Suspension
@@ -156,20 +157,19 @@ class Run:
             members = self._group._members.values()
             self._take([each for each in members if each._key in held], raising=False)
             given = suspension.let_go()
-            keys = {pid: self._passages[pid].process._key for pid in self.initial}
-            goals = {pid: given[key][0] for pid, key in keys.items() if key in given}
-            for gpu_map in {id(m): m for _, m in given.values()}.values():
-                self._prepare_what_can_be(
-                    gpu_map,
-                    {
-                        pid: goal
-                        for pid, goal in goals.items()
-                        if given[keys[pid]][1] is gpu_map
-                    },
-                )
-            self._go_back(goals)
+            back = {
+                pid: given[key]
+                for pid in self.initial
+                if (key := self._passages[pid].process._key) in given
+            }
+            for gpu_map in {id(own): own for _, own in back.values()}.values():
+                same = {
+                    pid: goal for pid, (goal, own) in back.items() if own is gpu_map
+                }
+                self._prepare_what_can_be(gpu_map, same)
+            self._go_back({pid: goal for pid, (goal, _) in back.items()})
             self._raise_problems()
-        return self._finished()
+            return self._finished()
 
     def recover(self, cancelled: threading.Event) -> GroupReport:
         """Bring all to RUNNING, each by itself."""
@@ -179,7 +179,7 @@ class Run:
             self._prepare_what_can_be(None, goals)
             self._go_back(goals)
             self._raise_problems()
-        return self._finished()
+            return self._finished()
 
     def _take(self, members: "Iterable[Process]", raising: bool = True) -> list[int]:
         """Look at the members; return those that are there."""

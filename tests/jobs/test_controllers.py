@@ -216,6 +216,19 @@ def test_group_gives_back_those_that_nobody_else_holds(targets):
     assert states(targets) == ["running"] * 2
 
 
+@machine_with(gpus=2)
+def test_group_moves_those_that_another_suspension_had_a_map_for(targets):
+    group = ProcessGroup.from_pids([target.pid for target in targets])
+    mapped = Process(targets[0].pid).suspended(gpu_map={0: 1})
+    with group.suspended():
+        mapped.__enter__()
+        mapped.__exit__(None, None, None)
+    first, second = (Process(target.pid).used_memory().keys() for target in targets)
+    assert first != second
+    for target in targets:
+        target.check()
+
+
 def test_suspension_that_could_not_begin_holds_nothing(cuda_machine, target):
     process = Process(target.pid)
     with process.suspended():
