@@ -51,21 +51,17 @@ getattr(group, verb)()
 """
 
 
-def is_possible(fault):
-    """Tell whether a driver does so: ILLEGAL_STATE is of what somebody else did."""
-    return fault.result != 401 or fault.when == "before"
-
-
 faults = st.builds(
     Fault,
     call=st.sampled_from(["lock", "checkpoint", "restore", "unlock"]),
-    result=st.sampled_from([1, 2, 304, 401, 600, 801, 999]),
+    # Not 401: that is of what somebody else did, and so is not undone.
+    result=st.sampled_from([1, 2, 304, 600, 801, 999]),
     at=st.integers(1, 4),
     count=st.integers(1, 4),
     delay_s=st.sampled_from([0.0, 0.0, 0.0, 0.02]),
     when=st.sampled_from(["before", "after"]),
     kill=st.sampled_from([None, None, None, None, "target"]),
-).filter(is_possible)
+)
 some_faults = st.lists(faults, min_size=1, max_size=3) | st.just([])
 done = collections.Counter()
 
