@@ -53,10 +53,10 @@ setup(
             [
                 Extension(
                     f"cuckpt.{name}",
-                    [f"cuckpt/{name}.pyx"],
+                    [f"cuckpt/{name.replace('.', '/')}.pyx"],
                     libraries=["dl"],
                 )
-                for name in ("_driver", "structs", "driver")
+                for name in ("_driver", "structs", "driver", "storage._lanes")
             ],
             build_dir="build",  # for the generated C
             compiler_directives=DIRECTIVES,

@@ -84,6 +84,10 @@ class Slot:
         call("cuMemsetD8Async", device_pointer, 0, size, self._stream)
         call("cuEventRecord", self._event, self._stream)
 
+    def record(self) -> tuple[int, int, int]:
+        """Return the addresses of buffer, stream and event."""
+        return self.address, int(self._stream), int(self._event)
+
     def wait(self) -> None:
         """Wait for what was begun."""
         call("cuEventSynchronize", self._event)

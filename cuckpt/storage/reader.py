@@ -29,12 +29,13 @@ def read_chunk(file: StripeFile, chunk: Chunk, view: memoryview) -> None:
     OSError
         If it cannot be read.
     """
-    for fresh in (False, True):
-        found = file.read(chunk.place, view, chunk.size, fresh)
+    for _ in range(2):
+        found = file.read(chunk.place, view[: chunk.size])
         if found == chunk.size and (
             not chunk.checksum or checksum_of()(view[:found]) == chunk.checksum
         ):
             return
+        file.forget(chunk.place, chunk.size)
     raise ImageError(
         f"{file.name} is damaged: what is at {chunk.place} is not what was saved"
         if found == chunk.size

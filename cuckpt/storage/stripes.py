@@ -11,7 +11,6 @@ from typing import Any
 
 # Of file offsets, lengths and addresses, so that any disk takes them with O_DIRECT.
 BLOCK = 4096
-_CACHESTAT = 451  # the number of that system call, on all kinds of machines
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
@@ -51,85 +50,30 @@ class StripeFile:
                 raise OSError(error, os.strerror(error), self.name)
         self.reserved_bytes = size
 
-    def write(self, offset: int, view: memoryview, size: int) -> None:
-        """Write the first bytes of a buffer, and zeros up to the end of the block.
+    def descriptors(self) -> tuple[int, int]:
+        """Return its descriptor, and the one with O_DIRECT or -1."""
+        return self._file, -1 if self._direct is None else self._direct
 
-        Parameters
-        ----------
-        offset : int
-            In the file, a multiple of `BLOCK`.
-        view : memoryview
-            Of bytes, so many that the last block is whole.
-        size : int
+    def give_up_direct(self) -> bool:
+        """Do without O_DIRECT; tell whether it was there."""
+        if self._direct is None:
+            return False
+        os.close(self._direct)
+        self._direct = None
+        return True
 
-        Raises
-        ------
-        OSError
-        """
-        end = padded(size)
-        view[size:end] = bytes(end - size)
-        done = 0
-        while done < end:
-            part = view[done:end]
-            try:
-                done += self._write_some(part, offset + done)
-            except InterruptedError:
-                continue
+    def forget(self, offset: int, size: int) -> None:
+        """Take a part out of the page cache."""
+        os.posix_fadvise(self._file, offset, padded(size), os.POSIX_FADV_DONTNEED)
 
-    def _write_some(self, part: memoryview, offset: int) -> int:
-        if self._direct is not None:
-            try:
-                return self._positive(os.pwrite(self._direct, part, offset))
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # Opened so, but not to be written so; or a short write before.
-                os.close(self._direct)
-                self._direct = None
-        return self._positive(os.pwrite(self._file, part, offset))
-
-    def _positive(self, written: int) -> int:
-        if not written:
-            raise OSError(errno.EIO, "nothing was written", self.name)
-        return written
-
-    def read(
-        self, offset: int, view: memoryview, size: int, fresh: bool = False
-    ) -> int:
-        """Read into the first bytes of a buffer.
-
-        Parameters
-        ----------
-        offset, view, size
-            As for `write`.
-        fresh : bool
-            Not from the page cache.
-
-        Returns
-        -------
-        int
-            How many bytes there were; fewer than `size` at the end of the file.
-
-        Raises
-        ------
-        OSError
-        """
-        if fresh:
-            os.posix_fadvise(self._file, offset, padded(size), os.POSIX_FADV_DONTNEED)
-        if self._direct is None or _is_cached(self._file, offset, size):
-            return self._read_all(self._file, offset, view[:size])
-        found = self._read_all(self._direct, offset, view[: padded(size)])
-        return min(found, size)
-
-    def _read_all(self, file: int, offset: int, view: memoryview) -> int:
+    def read(self, offset: int, view: memoryview) -> int:
+        """Read into a buffer, and return how many bytes there were."""
         done = 0
         while done < len(view):
-            count = os.preadv(file, [view[done:]], offset + done)
+            count = os.preadv(self._file, [view[done:]], offset + done)
             if not count:
                 break
             done += count
-            if file == self._direct and done % BLOCK:  # the end of the file
-                break
         return done
 
     def finish(self, size: int) -> None:
@@ -169,15 +113,6 @@ def without_cache(name: str, flags: int, folder: int) -> int | None:
         if error.errno != errno.EINVAL:
             raise
         return None
-
-
-def _is_cached(file: int, offset: int, size: int) -> bool:
-    """Tell whether all of a part of a file is in the page cache."""
-    part, found = (ctypes.c_uint64 * 2)(offset, size), (ctypes.c_uint64 * 5)()
-    # On a kernel before 6.5 it is not known.
-    failed = _libc.syscall(_CACHESTAT, file, part, found, 0)
-    pages = -(-size // os.sysconf("SC_PAGE_SIZE"))
-    return not failed and found[0] >= pages
 
 
 def padded(size: int) -> int:

@@ -95,7 +95,9 @@ def machine():
         cuda.release()
 
 
-def test_whatever_fails_nobody_runs_with_a_wrong_byte(machine, monkeypatch):
+def test_whatever_fails_nobody_runs_with_a_wrong_byte(
+    machine, monkeypatch, files_by_python
+):
     monkeypatch.setattr(storage.saving, "Copier", lambda: Copier(64 * KIB, 2))
     disk = Disk(monkeypatch)
     folder = tempfile.mkdtemp()

@@ -685,7 +685,7 @@ def is_on_disk(file, *_):
     ],
 )
 def test_image_cannot_be_written_and_the_process_runs(
-    cuda_machine, path, monkeypatch, problem, name, at
+    cuda_machine, path, monkeypatch, files_by_python, problem, name, at
 ):
     monkeypatch.setattr(storage.saving, "Copier", small_chunks)
     target = cuda_machine.spawn({0: 3 * MIB})
@@ -700,7 +700,7 @@ def test_image_cannot_be_written_and_the_process_runs(
 
 
 def test_other_folder_takes_what_the_first_does_not(
-    cuda_machine, path, tmp_path, monkeypatch
+    cuda_machine, path, tmp_path, monkeypatch, files_by_python
 ):
     target = cuda_machine.spawn({0: 3 * MIB})
     first = os.fspath(path)
@@ -721,7 +721,7 @@ def test_other_folder_takes_what_the_first_does_not(
 
 
 def test_process_is_lost_when_no_place_takes_its_memory(
-    cuda_machine, target, path, monkeypatch
+    cuda_machine, target, path, monkeypatch, files_by_python
 ):
     broken(monkeypatch, "pwrite", errno.ENOSPC)
     monkeypatch.setattr(proc, "memory_left", lambda: (0, False))
@@ -736,7 +736,7 @@ def test_process_is_lost_when_no_place_takes_its_memory(
 
 
 def test_folder_takes_it_for_the_way_back_without_host_memory(
-    cuda_machine, path, monkeypatch
+    cuda_machine, path, monkeypatch, files_by_python
 ):
     target = cuda_machine.spawn({0: 3 * MIB})
     monkeypatch.setattr(proc, "memory_left", lambda: (0, False))
@@ -749,7 +749,7 @@ def test_folder_takes_it_for_the_way_back_without_host_memory(
 
 @pytest.mark.parametrize("at", [0, 3])
 def test_image_cannot_be_read_and_the_process_stays(
-    cuda_machine, path, monkeypatch, at
+    cuda_machine, path, monkeypatch, files_by_python, at
 ):
     monkeypatch.setattr(storage.saving, "Copier", small_chunks)
     target = cuda_machine.spawn({0: 3 * MIB})
@@ -780,7 +780,9 @@ def test_read_only_image_can_be_loaded(target, path, monkeypatch):
 # Death, and signals
 
 
-def test_target_that_dies_during_the_copy_is_told(cuda_machine, path, monkeypatch):
+def test_target_that_dies_during_the_copy_is_told(
+    cuda_machine, path, monkeypatch, files_by_python
+):
     target = cuda_machine.spawn({0: MIB})
     process = Process(target.pid)
     write = os.pwrite
@@ -807,7 +809,9 @@ def test_other_members_run_when_one_dies(cuda_machine, path):
     assert all(map(runs, living))
 
 
-def test_interrupt_during_the_copy_brings_it_back(cuda_machine, path, monkeypatch):
+def test_interrupt_during_the_copy_brings_it_back(
+    cuda_machine, path, monkeypatch, files_by_python
+):
     target = cuda_machine.spawn({0: 20 * MIB})
     write, main = os.pwrite, threading.main_thread()
 
@@ -825,7 +829,9 @@ def test_interrupt_during_the_copy_brings_it_back(cuda_machine, path, monkeypatc
     assert not path.exists()
 
 
-def test_interrupt_during_a_load_leaves_it_suspended(cuda_machine, path, monkeypatch):
+def test_interrupt_during_a_load_leaves_it_suspended(
+    cuda_machine, path, monkeypatch, files_by_python
+):
     target = cuda_machine.spawn({0: 20 * MIB})
     process = Process(target.pid)
     process.save(path)
