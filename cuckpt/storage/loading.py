@@ -232,13 +232,15 @@ class LoadPassage(StoragePassage):
             self._restore_by(self._begin_restore)
         elif verb == "checkpoint":
             # On the way back: nobody needs what is there, the image has it.
-            Operation.checkpoint(self.process.pid, None).complete()
+            self.begun(lambda: Operation.checkpoint(self.process.pid, None)).complete()
         else:
             super()._call(verb)
 
     def _begin_restore(self) -> None:
         gpus = [self._new_gpu(region.gpu) for region in self._regions()]
-        self.operation = Operation.restore(self.process.pid, gpus, self._pairs)
+        self.operation = self.begun(
+            lambda: Operation.restore(self.process.pid, gpus, self._pairs)
+        )
 
     def go_back(self, initial: int) -> None:
         """Bring it to a state; what is half filled is thrown away, and never runs."""

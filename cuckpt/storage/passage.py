@@ -3,11 +3,13 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from cuckpt import driver
 from cuckpt.events import Event, Phase
 from cuckpt.group_run import MembersPassage
+from cuckpt.passage import State
 from cuckpt.process_errors import ProcessLostError
 from cuckpt.storage.operation import Operation
 
@@ -38,11 +40,33 @@ class StoragePassage(MembersPassage):
     def begin(self) -> None:
         """Have its memory handed out."""
         self.step("prepare")
-        if self.operation is None:
-            raise self.lost(
-                "the driver has begun what it reports as failed, and did not hand out "
-                "the memory"
-            )
+
+    def begun(self, begin: "Callable[[], Operation]") -> Operation:
+        """Begin an operation; one that is under way without its memory is a loss.
+
+        Parameters
+        ----------
+        begin : callable
+
+        Returns
+        -------
+        Operation
+
+        Raises
+        ------
+        DriverError
+            If it was not begun.
+        ProcessLostError
+        """
+        try:
+            return begin()
+        except driver.DriverError as error:
+            if self.process._read_state() in (State.CHECKPOINTING, State.RESTORING):
+                raise self.lost(
+                    "the driver has begun what it reports as failed, and did not hand "
+                    f"out the memory: {error}"
+                ) from error
+            raise
 
     def lost(self, why: str) -> ProcessLostError:
         """Return the error that says so, from now on also to who would bring it back.

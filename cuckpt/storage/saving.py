@@ -304,7 +304,9 @@ class SavePassage(StoragePassage):
     def _call(self, verb: str) -> None:
         if verb == "prepare":
             self.process._refuse()
-            self.operation = Operation.checkpoint(self.process.pid, self.gpus())
+            self.operation = self.begun(
+                lambda: Operation.checkpoint(self.process.pid, self.gpus())
+            )
         else:
             super()._call(verb)
 
@@ -337,7 +339,9 @@ class SavePassage(StoragePassage):
         if self.stored is None:
             raise AssertionError("nothing of it was saved")
         self.process._refuse()
-        operation = Operation.restore(self.process.pid, self.gpus(), [])
+        operation = self.begun(
+            lambda: Operation.restore(self.process.pid, self.gpus(), [])
+        )
         try:
             load_to(operation.regions, self.stored)
             operation.complete()
