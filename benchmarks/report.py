@@ -3,16 +3,19 @@
     python benchmarks/report.py
 
 writes docs/benchmarks.md from all files in docs/benchmarks, and beside each file
-its chart. To add one: run.py --output docs/benchmarks/NAME, without NAME.md.
+its chart. To add one: run.py --output docs/benchmarks/NAME, without NAME.md. That of
+images is storage.json, by storage.py.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import textwrap
 from pathlib import Path
 
 import pyperf
+import storage_page
 
 BASES = ["v2", "C", "cydriver", "process"]
 RIVALS = ["cuckpt", "v2", "v1", "ctypes", "C", "cydriver", "pointer", "process"]
@@ -257,11 +260,16 @@ def main():
     }
     shown = {str(file.relative_to(DOCS)): suite for file, suite in suites.items()}
     page = f"{INTRODUCTION}\n{markdown(shown)}"
+    images = DOCS / "benchmarks/storage.json"
+    found = json.loads(images.read_text())
+    drawn = images.with_suffix(".svg")
+    page += "\n" + storage_page.markdown(found, str(drawn.relative_to(DOCS)))
     if options.check:
         if PAGE.read_text() != page:
             sys.exit(f"{PAGE} is not what {Path(__file__).name} makes of the figures")
         return
     PAGE.write_text(page)
+    storage_page.chart(found, drawn)
     for file, suite in suites.items():
         chart(suite, file)
 

@@ -142,6 +142,8 @@ class NewImage:
                 self._reserved.remove(file)
             else:
                 file = self._reserved.pop() if self._reserved else self._new()
+                # One that fails in the middle has filled the disk.
+                self.check_room(padded(size) - file.reserved_bytes)
                 file.reserve(padded(size))
             self._files.append(file)
             return file

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import stat
@@ -944,3 +945,16 @@ def test_manifest_tells_what_the_documentation_says(target, path):
     for name in names(whole):
         assert f"`{name}`" in text
     Process(target.pid).load(path)
+
+
+def test_documentation_reads_an_image(cuda_machine, path):
+    target = cuda_machine.spawn({0: 3 * MIB})
+    content = target.ask("check").split()[-1]
+    Process(target.pid).save(path)
+    text = (Path(__file__).parents[2] / "docs/image-format.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {}
+    exec(program.replace("/scratch/server", str(path)), names)
+    assert len(names["memory"]) == storage.describe(path).size
+    Process(target.pid).load(path)
+    assert target.ask("check").split()[-1] == content
