@@ -255,13 +255,19 @@ class Run:
     def _prepare_what_can_be(
         self, gpu_map: "Mapping[Any, Any] | None", goals: Mapping[int, int]
     ) -> None:
-        """As `_prepare`; for whom there is no room is left as it is, and named."""
+        """As `_prepare`; who cannot be restored is left as it is, and named."""
+        suspended = [
+            pid
+            for pid, goal in goals.items()
+            if self.initial[pid] == State.CHECKPOINTED != goal
+        ]
+        self._each(Passage.refuse_saved, suspended)
+        left = {pid: goals[pid] for pid in goals if pid not in self._problems}
         try:
-            self._prepare(gpu_map, goals)
+            self._prepare(gpu_map, left)
         except NoRoomError as error:
-            for pid, goal in goals.items():
-                if self.initial[pid] == State.CHECKPOINTED != goal:
-                    self._problems[pid] = NoRoomError(pid, str(error.args[1]))
+            for pid in suspended:
+                self._problems.setdefault(pid, NoRoomError(pid, str(error.args[1])))
 
     def _not(self, state: int) -> list[int]:
         return [pid for pid, initial in self.initial.items() if initial != state]

@@ -17,6 +17,7 @@ from cuckpt.process_errors import (
     ProcessGoneError,
     ProcessLeftError,
     ProcessLostError,
+    ProcessSavedError,
 )
 from cuckpt.uninterrupted import is_asked_to_end
 
@@ -107,6 +108,8 @@ class Passage:
         In which it was when it was looked at.
     after : dict of str to State
         In which state it is after a step.
+    takes_images : bool
+        Whether this brings one back whose memory is in an image.
     has_moved : bool
         Whether this has brought it to another state, or may have.
     is_moved_by_others : bool
@@ -114,6 +117,7 @@ class Passage:
     """
 
     after: Mapping[str, State] = _AFTER
+    takes_images = False
 
     def __init__(
         self,
@@ -192,6 +196,8 @@ class Passage:
                 f"is {state_text(state).upper()}: nothing helps any more",
             )
         self.initial = self._state = State(state)
+        if state != State.CHECKPOINTED:
+            self.process._image = None  # another program has loaded it
         if state == State.RUNNING:
             self.process._used_bytes = self.noted(
                 "used memory", self.process.used_memory
@@ -203,6 +209,7 @@ class Passage:
         """Check before a restore what can be, and keep the map for it."""
         if self.outcome.before != state_text(State.CHECKPOINTED):
             return
+        self.refuse_saved()
         # Without persistence mode a restore needs it.
         driver.init(0)
         needed = self.needed_bytes()
@@ -220,6 +227,15 @@ class Passage:
         pairs = self._complete(gpu_map or {}, gpus)
         if gpu_map:
             self._pairs = pairs
+
+    def refuse_saved(self) -> None:
+        """Raise if its memory is in an image, which this does not take."""
+        image = self.process._image
+        if image is not None and not self.takes_images:
+            raise ProcessSavedError(
+                self.process.pid,
+                f"has its GPU memory in {image}: load() brings it back",
+            )
 
     def total_bytes(self) -> int:
         """Return the GPU memory that it had when it ran; 0 if that is not known."""

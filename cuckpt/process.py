@@ -34,6 +34,7 @@ _TIMES_TO_ASK = 4
 # one need not have suspended it with the same object.
 _used_bytes_of: dict[tuple[int, int | None], dict[str, int]] = {}
 _lost: set[tuple[int, int | None]] = set()
+_images: dict[tuple[int, int | None], str] = {}
 
 
 class Process:
@@ -542,6 +543,18 @@ class Process:
             _used_bytes_of.pop(self._key, None)
         else:
             _used_bytes_of[self._key] = used
+
+    @property
+    def _image(self) -> str | None:
+        """The image that this program has saved it to, and not loaded it from."""
+        return _images.get(self._key)
+
+    @_image.setter
+    def _image(self, path: str | None) -> None:
+        if path is None:
+            _images.pop(self._key, None)
+        else:
+            _images[self._key] = path
 
     @property
     def _is_lost(self) -> bool:

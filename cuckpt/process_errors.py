@@ -41,6 +41,10 @@ class ProcessLeftError(ProcessError):
     """It could not be brought back to the state it had; `recover` may later."""
 
 
+class ProcessSavedError(ProcessError):
+    """Its GPU memory is in an image: `load` brings it back, and nothing else."""
+
+
 class NoRoomError(ProcessError, MemoryError):
     """The GPU has too little free memory to restore it; nothing was tried."""
 

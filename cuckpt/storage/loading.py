@@ -169,6 +169,7 @@ class LoadRun(Run):
     def _use_up(self, old: OldImage) -> None:
         """Let nobody load these processes from it again: they run on from here."""
         for loader in self._loaders:
+            loader.process._image = None
             use_up = functools.partial(old.add_user, loader.identity())
             loader.noted("whether it is loaded from this image once only", use_up)
 

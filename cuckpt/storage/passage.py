@@ -29,6 +29,8 @@ class StoragePassage(MembersPassage):
         The one that is not completed yet.
     """
 
+    takes_images = True
+
     def __init__(self, member: "Process", run: "Run") -> None:
         super().__init__(member, run)
         self.operation: Operation | None = None

@@ -91,6 +91,8 @@ class SaveRun(Run):
                     self._all(expect(State.CHECKPOINTED))
                     if self.cancelled.is_set() or is_asked_to_end():
                         raise KeyboardInterrupt
+                for saver in self._savers:
+                    saver.process._image = saver.outcome.image
             except BaseException:
                 self._withdraw()
                 raise

@@ -28,6 +28,7 @@ from cuckpt.process_errors import (
     ProcessGoneError,
     ProcessLeftError,
     ProcessLostError,
+    ProcessSavedError,
 )
 from cuckpt.simulator import Fault
 from cuckpt.storage import ImageError, NotLoadedError, NotSavedError, cuda
@@ -454,6 +455,38 @@ except ImportError as error:
     assert "pip install 'cuckpt[storage]'" in result.stdout, result.stderr
     assert not path.exists()
     assert runs(target)
+
+
+def test_resume_of_a_saved_process_names_the_image(cuda_machine, target, path):
+    other = cuda_machine.spawn({0: MIB})
+    Process(target.pid).save(path)
+    Process(other.pid).suspend()
+    calls = cuda_machine.calls["restore"]
+    for do in (Process(target.pid).resume, Process(target.pid).recover):
+        with pytest.raises(ProcessSavedError, match=re.escape(str(path))):
+            do()
+    group = ProcessGroup.from_pids([target.pid, other.pid])
+    with pytest.raises(ProcessSavedError):
+        group.resume()
+    assert cuda_machine.calls["restore"] == calls
+    with pytest.raises(GroupError) as caught:
+        group.recover()
+    assert [type(each) for each in caught.value.exceptions] == [ProcessSavedError]
+    assert runs(other)
+    Process(target.pid).load(path)
+    target.check()
+    Process(target.pid).suspend()
+    Process(target.pid).resume()
+
+
+def test_save_inside_of_a_suspension_is_refused(target, path):
+    process = Process(target.pid)
+    with (
+        process.suspended(),
+        pytest.raises(NotSavedError, match="resume it first"),
+    ):
+        process.save(path)
+    target.check()
 
 
 # Images that are not what was saved
