@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cuckpt.simulator import Fault
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line.
 
     Parameters
