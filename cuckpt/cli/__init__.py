@@ -37,6 +37,9 @@ def main(argv: "list[str] | None" = None) -> int:
         from cuckpt.cli import contract
 
         return contract.main(arguments, "cuckpt")
-    from cuckpt.cli import verbs
+    try:
+        from cuckpt.cli import verbs
 
-    return verbs.main(arguments)
+        return verbs.main(arguments)
+    except KeyboardInterrupt:  # before that has its own way
+        return 130

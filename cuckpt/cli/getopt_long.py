@@ -59,15 +59,17 @@ def _long(
         raise Misuse(f"{program}: unrecognized option '--{word}'")
     if len(found) > 1:
         names = " ".join(f"'--{name}'" for name in found)
-        raise Misuse(f"{program}: option '--{word}' is ambiguous; possibilities: {names}")
+        raise Misuse(
+            f"{program}: option '--{word}' is ambiguous; possibilities: {names}"
+        )
     (name,) = found
     if equals and not options[name]:
         raise Misuse(f"{program}: option '--{name}' doesn't allow an argument")
     if options[name] and not equals:
-        for argument in rest:
-            break
-        else:
+        following = next(rest, None)
+        if following is None:
             raise Misuse(f"{program}: option '--{name}' requires an argument")
+        return name, following
     return name, argument
 
 

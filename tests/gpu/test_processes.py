@@ -1,6 +1,5 @@
 """Who may be asked, who waits for whom, and what a death leaves behind."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -269,35 +268,16 @@ def test_lock_with_a_limit_leaves_a_never_ending_target_running(target):
 
 # Under a debugger, as CRIU is one
 
-PTRACE_DETACH, PTRACE_SEIZE, PTRACE_INTERRUPT = 17, 0x4206, 0x4207
-WALL = 0x40000000
 
-
-def ptrace(request, tid):
-    libc = ctypes.CDLL(None, use_errno=True)
-    null = ctypes.c_void_p()
-    if libc.ptrace(ctypes.c_long(request), ctypes.c_long(tid), null, null) != 0:
-        raise OSError(ctypes.get_errno(), f"ptrace {request:#x} of {tid}")
-
-
-def test_target_gets_on_while_all_its_other_threads_are_stopped():
+def test_target_gets_on_while_all_its_other_threads_are_stopped(tracer):
     with Target({0: 16 << 20}) as target:
         lock(target.pid)
         restore_thread = get_tid(target.pid)
-        tids = [int(tid) for tid in os.listdir(f"/proc/{target.pid}/task")]
-        tids.remove(restore_thread)
-        assert target.pid in tids
-        for tid in tids:
-            ptrace(PTRACE_SEIZE, tid)
-            ptrace(PTRACE_INTERRUPT, tid)
-            os.waitpid(tid, WALL)
-        try:
-            checkpoint(target.pid)
-            assert get_state(restore_thread) is State.CHECKPOINTED
-            restore(target.pid)
-            assert get_state(target.pid) is State.LOCKED
-        finally:
-            for tid in tids:
-                ptrace(PTRACE_DETACH, tid)
+        assert tracer.stop_all_but(target.pid, restore_thread) >= 1
+        checkpoint(target.pid)
+        assert get_state(restore_thread) is State.CHECKPOINTED
+        restore(target.pid)
+        assert get_state(target.pid) is State.LOCKED
+        tracer.let_go()
         unlock(target.pid)
         target.check()

@@ -398,9 +398,30 @@ EXPORT CUresult cuCheckpointProcessGetState(int pid, int *state)
     return state ? ask_simply(pid, GET_STATE, state) : INVALID_VALUE;
 }
 
+/* The restore thread of a process if it is stopped, which cannot answer then; else 0.
+ * CRIU asks for it when it has stopped all threads of the process. */
+static int stopped_restore_thread(int pid)
+{
+    struct process_facts facts;
+    int group, thread;
+
+    if (find_target(pid, &group) != SUCCESS)
+        return 0;
+    thread = find_restore_thread(group);
+    return look_up_process(thread, &facts) && strchr("Tt", facts.state) ? thread : 0;
+}
+
 EXPORT CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *tid)
 {
-    return tid ? ask_simply(pid, GET_RESTORE_THREAD_ID, tid) : INVALID_VALUE;
+    int thread;
+
+    if (!tid)
+        return INVALID_VALUE;
+    thread = stopped_restore_thread(pid);
+    if (thread == 0)
+        return ask_simply(pid, GET_RESTORE_THREAD_ID, tid);
+    *tid = thread;
+    return SUCCESS;
 }
 
 EXPORT CUresult cuCheckpointProcessLock(int pid, const struct lock_args *args)

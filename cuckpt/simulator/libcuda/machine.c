@@ -156,6 +156,18 @@ struct slot *take_slot(int restore_thread)
     return NULL;
 }
 
+/* 0 if the process is not on this machine. */
+int find_restore_thread(int pid)
+{
+    for (int i = 0; i < MAX_PROCESSES; i++) {
+        const uint64_t owner = machine->slots[i].owner;
+
+        if (owner >> 32 == (uint32_t)pid && is_alive(owner))
+            return (int)(uint32_t)owner;
+    }
+    return 0;
+}
+
 uint64_t used_on_gpu(unsigned gpu)
 {
     uint64_t used = 0;

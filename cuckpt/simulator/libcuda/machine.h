@@ -81,6 +81,7 @@ unsigned long machine_number(void);
 bool read_file(const char *path, char *buffer, size_t size);
 bool look_up_process(int pid, struct process_facts *facts);
 struct slot *take_slot(int restore_thread);
+int find_restore_thread(int pid);
 bool is_alive(uint64_t owner);
 uint64_t used_on_gpu(unsigned gpu);
 bool charge(struct slot *slot, unsigned gpu, uint64_t bytes);
