@@ -283,11 +283,11 @@ def with_a_full_device():
     "spoil", [without_readers, without_descriptors, with_a_full_device]
 )
 def test_action_is_done_and_an_answer_that_cannot_arrive_is_a_failure(
-    row, program, words, spoil
+    row, shim, words, spoil
 ):
     bring(words["pid"], row.before)
     arguments = row.arguments.format(**words).split()
-    result = run(program, arguments, capture_output=False, preexec_fn=spoil)
+    result = run(shim, arguments, capture_output=False, preexec_fn=spoil)
     assert result.returncode == (1 if row.printed else row.status)
     assert state_of(words["pid"]) == row.after
 
