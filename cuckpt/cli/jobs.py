@@ -139,7 +139,8 @@ def _print_report(verb: str, report: GroupReport) -> None:
             print(screens.hanging(note, f"{outcome.pid}: "))
     for pid, why in report.skipped.items():
         print(screens.hanging(why, f"{pid} was skipped: ", "  "))
-    print(f"{verb}: {len(outcomes)} done in {screens.duration(report.seconds)}")
+    number = screens.counted(len(outcomes), "process", "es")
+    print(f"{verb}: {number} in {screens.duration(report.seconds)}")
 
 
 def _memory(outcome: Outcome) -> str:

@@ -147,7 +147,7 @@ def how_it_went(event: Event) -> str:
     seconds = event.seconds or 0.0
     took = f" {screens.duration(seconds)}"
     if event.error is not None:
-        return f" failed after{took}: {event.error}"
+        return f" failed after{took}"
     if event.bytes is None or event.phase not in ("checkpoint", "restore"):
         return took
     text = f"{took}, {screens.size(event.bytes)}"

@@ -176,8 +176,25 @@ def error_facts(error: "BaseException | None") -> "dict[str, str] | None":
     """
     if error is None:
         return None
-    message = error.message if isinstance(error, ExceptionGroup) else str(error)
-    return {"type": type(error).__name__, "message": message}
+    return {"type": type(error).__name__, "message": error_text(error)}
+
+
+def error_text(error: BaseException) -> str:
+    """Return what an error says, without what Python adds to it.
+
+    Parameters
+    ----------
+    error : exception
+
+    Returns
+    -------
+    str
+    """
+    if isinstance(error, ExceptionGroup):
+        return str(error.message)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def counted(number: int, what: str, plural: str = "s") -> str:
@@ -234,6 +251,8 @@ def duration(seconds: float) -> str:
     -------
     str
     """
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.1f} ms"
     if seconds < 100:
         return f"{seconds:.2f} s"
     minutes = int(seconds) // 60

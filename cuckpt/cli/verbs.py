@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _tell(arguments: argparse.Namespace, error: Exception) -> None:
     if getattr(arguments, "json", False):
         screens.print_json({"error": screens.error_facts(error)})
-    text = f"cuckpt {arguments.verb}: {error}"
+    text = f"cuckpt {arguments.verb}: {screens.error_text(error)}"
     advice = [text for kind, text in _advice() if isinstance(error, kind)]
     screens.say("\n".join(map(screens.wrapped, [text, *advice[:1]])))
 
@@ -97,6 +97,6 @@ def _arrived(verb: str) -> bool:
         # Else the interpreter tries again, and complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            screens.say(f"cuckpt {verb}: {error}")
+            screens.say(f"cuckpt {verb}: {screens.error_text(error)}")
         return False
     return True
