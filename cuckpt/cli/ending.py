@@ -5,7 +5,12 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
+from cuckpt import uninterrupted
+
 _REQUESTS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+
+_come: list[int] = []
 
 
 class Ended(BaseException):
@@ -54,5 +59,16 @@ def let_signals_kill() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
+def is_asked_to_end() -> bool:
+    """Tell whether such a signal has come, or waits.
+
+    Returns
+    -------
+    bool
+    """
+    return bool(_come) or uninterrupted.is_asked_to_end()
+
+
 def _raise(number: int, _: FrameType | None) -> None:
+    _come.append(number)
     raise Ended(number)

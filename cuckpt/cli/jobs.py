@@ -134,11 +134,14 @@ def _print_report(verb: str, report: GroupReport) -> None:
         for outcome in outcomes
     ]
     print(screens.table(columns, rows, left=["NAME", "BEFORE", "AFTER"]), end="")
+    noted: dict[str, list[str]] = {}
     for outcome in outcomes:
         for note in outcome.notes:
-            print(screens.hanging(note, f"{outcome.pid}: "))
+            noted.setdefault(note, []).append(str(outcome.pid))
+    for note, pids in noted.items():
+        print(screens.hanging(f"{', '.join(pids)}: {note}", "", "  "))
     for pid, why in report.skipped.items():
-        print(screens.hanging(why, f"{pid} was skipped: ", "  "))
+        print(screens.hanging(f"{pid} was skipped: {why}", "", "  "))
     number = screens.counted(len(outcomes), "process", "es")
     print(f"{verb}: {number} in {screens.duration(report.seconds)}")
 

@@ -1,6 +1,7 @@
 """What is shown while processes are moved: a bar on a terminal, else lines."""
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -8,8 +9,8 @@ from typing import Any
 
 from cuckpt import proc
 from cuckpt.cli import screens
+from cuckpt.cli.ending import is_asked_to_end
 from cuckpt.events import Event
-from cuckpt.uninterrupted import is_asked_to_end
 
 
 def display() -> "Bar | Lines":
@@ -19,7 +20,7 @@ def display() -> "Bar | Lines":
     -------
     Bar or Lines
     """
-    if screens.is_terminal(sys.stderr):
+    if screens.is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb":
         with contextlib.suppress(ImportError):
             return Bar()
     return Lines()
@@ -86,26 +87,28 @@ class Bar:
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
+        task = self._task(event)
+        if event.moment == "start":
+            memory = "" if event.bytes is None else screens.size(event.bytes)
+            # The time begins anew, and the bar moves until there is a total.
+            self._progress.reset(task, total=None)
+            self._progress.update(task, phase=event.phase, result=memory)
+            return
+        self._progress.update(task, result=how_it_went(event).lstrip())
+        if event.moment == "end":
+            self._progress.update(task, total=1, completed=1)
+
+    def _task(self, event: Event) -> Any:
         with self._lock:
             if event.pid not in self._tasks:
                 self._tasks[event.pid] = self._progress.add_task(
                     "", total=None, process=self._names(event.pid), phase="", result=""
                 )
-        task = self._tasks[event.pid]
-        if event.moment == "start":
-            self._progress.reset(task, total=None, phase=event.phase, result="")
-            memory = "" if event.bytes is None else screens.size(event.bytes)
-            self._progress.update(task, result=memory)
-        elif event.moment == "end" and event.error is None:
-            self._progress.update(
-                task, total=1, completed=1, result=how_it_went(event).lstrip(", ")
-            )
-        else:
-            self._progress.update(task, result=how_it_went(event).strip(" ,:"))
+            return self._tasks[event.pid]
 
 
 def _stop_column() -> Any:
-    """Return a column that says that a signal has come, which waits meanwhile."""
+    """Return a column that tells that a signal has come, and has to wait."""
     from rich.progress import ProgressColumn, Task
     from rich.text import Text
 
