@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cuckpt import nvml, proc
+from cuckpt import driver, nvml, proc
 from cuckpt.cli import screens
 from cuckpt.group import ProcessGroup
 from cuckpt.process import Process
@@ -29,7 +29,7 @@ class Listed:
     pid : int
     name : str
     state : str
-        Also ``stopped`` and ``busy``, of one that does not answer.
+        Also ``stopped`` and ``busy``, of one that does not answer, and ``unknown``.
     gpu_bytes : dict of str to int or None
         By the UUID of the GPU; None if NVML cannot be used.
     host_bytes : int or None
@@ -91,7 +91,7 @@ def _listed(pids: list[int], gpus: list[nvml.GpuFacts] | None) -> Iterator[Liste
         status = proc.read_status(pid)
         started = proc.start_time(pid)
         if status is None or started is None or (state := _state(pid)) is None:
-            continue  # it has ended
+            continue
         yield Listed(
             pid,
             status["Name"],
@@ -104,15 +104,17 @@ def _listed(pids: list[int], gpus: list[nvml.GpuFacts] | None) -> Iterator[Liste
 
 
 def _state(pid: int) -> str | None:
-    """Return its state; None if it has ended."""
+    """Return its state; None if it has ended, or is no CUDA process after all."""
     try:
         return in_time(lambda: Process(pid).state, _PATIENCE_S)
     except TimeoutError:
         return "busy"
     except ProcessStoppedError:
         return "stopped"
-    except (ProcessGoneError, ValueError):
+    except (ProcessGoneError, ValueError, driver.NotInitializedError):
         return None
+    except driver.DriverError:
+        return "unknown"
 
 
 def _used(pid: int, gpus: list[nvml.GpuFacts]) -> dict[str, int]:

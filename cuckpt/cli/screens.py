@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from cuckpt.process_errors import ProcessError
+
 WIDTH = 80
 _GAP = "  "
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "dim": 2, "bold": 1}
@@ -192,9 +194,12 @@ def error_text(error: BaseException) -> str:
     """
     if isinstance(error, ExceptionGroup):
         return str(error.message)
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+    if not isinstance(error, OSError) or isinstance(error, ProcessError):
+        return str(error)
+    if error.strerror is None:
+        return str(error)
+    where = "" if error.filename is None else f"{error.filename}: "
+    return f"{where}{error.strerror}"
 
 
 def counted(number: int, what: str, plural: str = "s") -> str:
@@ -222,8 +227,12 @@ def say(text: str) -> None:
     ----------
     text : str
     """
+    if sys.stderr is None:
+        return
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        # In one piece: several threads do so at once.
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def size(size_bytes: int) -> str:

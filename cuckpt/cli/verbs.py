@@ -55,7 +55,12 @@ def main(argv: Sequence[str]) -> int:
     except Ended as end:
         screens.say(f"cuckpt {arguments.verb}: {end}")
         return end.status
-    return status if _arrived(arguments.verb) else 1
+    problem = _flush()
+    if problem is None or status:
+        return status
+    if not isinstance(problem, BrokenPipeError):  # else whoever reads has enough
+        screens.say(f"cuckpt {arguments.verb}: {screens.error_text(problem)}")
+    return 1
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -64,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
     do: Callable[[argparse.Namespace], int] = getattr(module, name.replace("-", "_"))
     try:
         return do(arguments)
-    except BrokenPipeError:  # whoever reads has enough
+    except BrokenPipeError:
         return 1
     except _EXPECTED as error:
         _tell(arguments, error)
@@ -89,14 +94,12 @@ def _advice() -> "list[tuple[type[BaseException], str]]":
     return [(NobodyError, see), (ProcessGoneError, see), (errors.DriverError, look)]
 
 
-def _arrived(verb: str) -> bool:
-    """Tell whether all that was printed could be written."""
+def _flush() -> OSError | None:
+    """Return why what was printed could not be written; None if it was."""
     try:
         print(end="", flush=True)
     except OSError as error:
         # Else the interpreter tries again, and complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            screens.say(f"cuckpt {verb}: {screens.error_text(error)}")
-        return False
-    return True
+        return error
+    return None

@@ -1,0 +1,491 @@
+"""The verbs, each on a simulated machine of its own."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sysconfig
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cuckpt import Process, driver
+from cuckpt.simulator import Fault
+
+CUCKPT = str(Path(sysconfig.get_path("scripts")) / "cuckpt")
+DOCS = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+MIB = 1 << 20
+two_gpus = pytest.mark.cuda_machine(gpus=2)
+
+
+def cuckpt(*arguments, **environment):
+    variables = {**os.environ, **environment}
+    return subprocess.run(
+        [CUCKPT, *map(str, arguments)],
+        env={name: value for name, value in variables.items() if value is not None},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+# Others on this computer may have machines of their own.
+OURS = "--tree", os.getpid()
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def on_a_terminal(*arguments, columns=80, **environment):
+    """Run it on a terminal; return its status and what this shows, with escapes."""
+    child, terminal = pty.fork()
+    if child == 0:
+        size = {"COLUMNS": str(columns), "TERM": "xterm", **environment}
+        os.execve(CUCKPT, [CUCKPT, *map(str, arguments)], {**os.environ, **size})
+    shown = b""
+    while select.select([terminal], [], [], 60)[0]:
+        try:
+            part = os.read(terminal, 1 << 16)
+        except OSError:  # so ends a terminal
+            break
+        shown += part
+    os.close(terminal)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, shown.decode().replace("\r\n", "\n")
+
+
+@pytest.fixture
+def no_nvml(tmp_path, monkeypatch):
+    """As if nvidia-ml-py was not installed."""
+    (tmp_path / "pynvml.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.fixture
+def no_rich(tmp_path, monkeypatch):
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich/__init__.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.fixture
+def targets(cuda_machine):
+    return [cuda_machine.spawn({0: 2 * MIB}), cuda_machine.spawn({0: 4 * MIB})]
+
+
+@pytest.fixture
+def pids(targets):
+    return [target.pid for target in targets]
+
+
+def states(targets):
+    return [Process(target.pid).state for target in targets]
+
+
+# ps
+
+
+@two_gpus
+def test_ps_shows_what_each_process_is_and_uses(cuda_machine):
+    first = cuda_machine.spawn({0: 256 * MIB, 1: 2 * MIB})
+    second = cuda_machine.spawn({1: 100 * MIB})
+    Process(second.pid).suspend()
+    result = cuckpt("ps", *OURS)
+    assert result.stderr == ""
+    heading, *rows = map(str.split, result.stdout.splitlines())
+    assert heading == ["PID", "NAME", "STATE", "GPU", "MEMORY", "HOST", "AGE"]
+    assert rows[0][:6] == [str(first.pid), "python", "running", "0:", "256", "MiB"]
+    assert rows[1] == ["1:", "2", "MiB"]
+    assert rows[2][:5] == [str(second.pid), "python", "checkpointed", "0", "MiB"]
+    assert len(rows) == 3
+    assert cuckpt("ps", "--tree", first.pid).stdout.count("python") == 1
+
+
+@pytest.mark.usefixtures("cuda_machine")
+def test_ps_says_that_there_is_nobody():
+    result = cuckpt("ps", *OURS)
+    assert result.returncode == 0
+    assert result.stdout.startswith("There are no CUDA processes")
+
+
+@pytest.mark.usefixtures("no_nvml")
+def test_ps_without_nvml_shows_the_rest_and_says_why(targets):
+    result = cuckpt("ps", *OURS)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 3
+    assert "pip install 'cuckpt[jobs]'" in words(result.stderr)
+    facts = json.loads(cuckpt("ps", *OURS, "--json").stdout)
+    assert {process["gpu_bytes"] for process in facts["processes"]} == {None}
+    assert "nvidia-ml-py" in facts["note"]
+
+
+def test_ps_does_not_wait_for_who_does_not_answer(cuda_machine, targets):
+    stopped, busy = targets
+    stopped.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+    Process(busy.pid).lock()
+    cuda_machine.inject(Fault("checkpoint", delay_s=600))
+    call = threading.Thread(target=checkpoint_until_death, args=[busy.pid])
+    call.start()
+    while not cuda_machine.calls["checkpoint"]:
+        time.sleep(0.01)
+    rows = [line.split() for line in cuckpt("ps", *OURS).stdout.splitlines()[1:]]
+    assert [row[2] for row in rows] == ["stopped", "busy"]
+    busy.process.kill()
+    call.join()
+
+
+def checkpoint_until_death(pid):
+    with pytest.raises(driver.OperatingSystemError):
+        driver.checkpoint_process_checkpoint(pid)
+
+
+def test_ps_shortens_names_on_a_narrow_terminal_and_nothing_else(targets):
+    wide = cuckpt("ps", *OURS).stdout.splitlines()
+    status, shown = on_a_terminal("ps", *OURS, columns=20)
+    assert status == 0
+    narrow = shown.splitlines()
+    assert len(narrow) == len(wide)
+    for row, full in zip(narrow[1:], wide[1:], strict=True):
+        assert row.split()[1] == "pyt+"
+        assert row.split()[2:-2] == full.split()[2:-2]  # the age has changed
+
+
+# suspend, resume, recover
+
+
+def test_jobs_are_suspended_and_resumed(targets, pids):
+    result = cuckpt("suspend", *pids)
+    assert result.returncode == 0, result.stderr
+    assert states(targets) == ["checkpointed"] * 2
+    heading, *rows = map(str.split, result.stdout.splitlines())
+    assert heading[-2:] == ["LOCK", "CHECKPOINT"]
+    assert [row[1:6] for row in rows[:2]] == [
+        ["python", "running", "checkpointed", size, "MiB"] for size in "24"
+    ]
+    assert result.stdout.splitlines()[-1].startswith("suspend: 2 processes in ")
+    assert sorted(re.findall(r"^(\d+) python: (\w+)", result.stderr, re.MULTILINE)) == (
+        sorted((str(pid), phase) for pid in pids for phase in ("lock", "checkpoint"))
+    )
+    result = cuckpt("resume", *pids)
+    assert result.returncode == 0, result.stderr
+    for target in targets:
+        target.check()
+
+
+def test_tree_is_suspended_and_recovered(targets):
+    assert cuckpt("suspend", "--tree", os.getpid()).returncode == 0
+    assert states(targets) == ["checkpointed"] * 2
+    assert cuckpt("recover", "--tree", os.getpid()).returncode == 0
+    assert states(targets) == ["running"] * 2
+
+
+def test_processes_without_cuda_are_skipped_and_named(targets):
+    result = cuckpt("suspend", targets[0].pid, 1)
+    assert result.returncode == 0
+    assert "\n1 was skipped: no CUDA state\n" in result.stdout
+    assert states(targets) == ["checkpointed", "running"]
+
+
+def test_failure_tells_of_each_and_undoes_all(targets, pids):
+    targets[1].ask("manage")
+    result = cuckpt("suspend", *pids)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert states(targets) == ["running"] * 2
+    assert "cuckpt suspend: 1 of 2 processes failed\n" in result.stderr
+    assert f"process {pids[0]} (python): was running, is running" in result.stderr
+    assert "ERROR_NOT_SUPPORTED (801)" in words(result.stderr)
+    assert result.stderr.endswith(f"cuckpt doctor {pids[0]} {pids[1]}\n")
+    assert max(map(len, result.stderr.splitlines())) < 80
+
+
+@two_gpus
+@pytest.mark.parametrize("form", ["numbers", "UUIDs", "both"])
+def test_device_map_moves_memory(cuda_machine, form):
+    target = cuda_machine.spawn({0: MIB})
+    uuids = [str(gpu) for gpu in cuda_machine.gpus]
+    gpu_map = {
+        "numbers": "0=1",
+        "UUIDs": f"{uuids[0]}={uuids[1]},{uuids[1]}={uuids[0]}",
+        "both": f"{uuids[0].removeprefix('GPU-').upper()}=1",
+    }[form]
+    assert cuckpt("suspend", target.pid).returncode == 0
+    result = cuckpt("resume", target.pid, "--device-map", gpu_map)
+    assert result.returncode == 0, result.stderr
+    assert [*Process(target.pid).used_memory()] == [uuids[1]]
+    target.check()
+
+
+@pytest.mark.parametrize(
+    ("gpu_map", "problem"),
+    [
+        ("7=0", "there is no GPU 7"),
+        ("0=7", "there is no GPU 7"),
+        ("0=GPU-00000000-0000-0000-0000-000000000000", "is none of this machine"),
+        ("0=x", "not a GPU UUID: 'x'"),
+    ],
+)
+def test_device_map_that_cannot_be_is_told(targets, gpu_map, problem):
+    Process(targets[0].pid).suspend()
+    result = cuckpt("resume", targets[0].pid, "--device-map", gpu_map)
+    assert result.returncode == 1
+    assert result.stderr.startswith("cuckpt resume: ")
+    assert problem in words(result.stderr)
+    assert states(targets[:1]) == ["checkpointed"]
+
+
+def test_trace_is_written(targets, pids, tmp_path):
+    trace = tmp_path / "trace.json"
+    assert cuckpt("suspend", *pids, "--trace", trace).returncode == 0
+    names = {event["name"] for event in json.loads(trace.read_text())}
+    assert names >= {"lock", "checkpoint"}
+
+
+def test_what_cannot_be_done_is_said_in_few_lines(targets):
+    thread = Process(targets[0].pid).restore_thread_id
+    for arguments, problem in (
+        (["suspend", thread], f"{thread} is a thread of process {targets[0].pid}"),
+        (["suspend", 1, 4194305], "process 1: no CUDA state process 4194305: ERROR_"),
+        (["recover", 4194305], "no CUDA process is among these"),
+        (["resume", "--tree", 4194305], "process 4194305 is not there"),
+        (["ps", "--tree", 4194305], "process 4194305 is not there"),
+        (["suspend", targets[0].pid, "--trace", "/none/x"], "/none/x: No such file"),
+    ):
+        result = cuckpt(*arguments)
+        assert result.returncode == 1
+        assert result.stdout == ""
+        assert problem in words(result.stderr)
+        assert max(map(len, result.stderr.splitlines())) < 80
+        assert "Traceback" not in result.stderr
+    assert states(targets) == ["running"] * 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "suspend",
+        "suspend x",
+        "suspend 0",
+        "suspend 99999999999",
+        "suspend 1 --tree 1",
+        "suspend 1 --timeout-s -1",
+        "suspend 1 --timeout-s nan",
+        "suspend 1 --device-map 0=1",
+        "resume 1 --timeout-s 1",
+        "resume 1 --device-map 0",
+        "resume 1 --device-map 0=",
+        "resume 1 --device-map 0=1,0=1",
+        "ps 1",
+        "doctor x",
+        "install-shim",
+    ],
+)
+def test_wrong_usage_is_2(arguments):
+    result = cuckpt(*arguments.split())
+    assert result.returncode == 2
+    assert result.stderr.startswith("usage: cuckpt ")
+
+
+@pytest.mark.parametrize(
+    ("verb", "call", "before"),
+    [("suspend", "checkpoint", "running"), ("resume", "restore", "checkpointed")],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_undoes_what_was_begun_and_tells(
+    cuda_machine, targets, pids, verb, call, before, number
+):
+    if verb == "resume":
+        for pid in pids:
+            Process(pid).suspend()
+    made = cuda_machine.calls[call]
+    cuda_machine.inject(Fault(call, delay_s=0.5, at=made + 1, count=2))
+    command = [CUCKPT, verb, *map(str, pids)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while cuda_machine.calls[call] == made:
+            time.sleep(0.01)
+        process.send_signal(number)
+        printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert printed == ""
+    assert states(targets) == [before] * 2
+    told = errors[errors.index(f"cuckpt {verb}: ended by {number.name}; undone: ") :]
+    for pid in pids:
+        assert f"\n  process {pid} python: " in told
+    assert told.count(f"; is {before}\n") == 2
+
+
+# Terminals and readers
+
+
+def test_bar_shows_phases_and_memory_on_a_terminal(cuda_machine, targets, pids):
+    cuda_machine.inject(Fault("checkpoint", delay_s=0.5, count=2))
+    status, shown = on_a_terminal("suspend", *pids)
+    assert status == 0
+    plain = re.sub(r"\033\[[0-9;?]*[A-Za-z]", "", shown)
+    assert "Traceback" not in plain
+    for pid, size in zip(pids, "24", strict=True):
+        lines = [line for line in re.split(r"[\r\n]", plain) if f"{pid} python" in line]
+        assert any("checkpoint" in line and f"{size} MiB" in line for line in lines)
+    assert "suspend: 2 processes in " in shown
+    assert "\033[" in shown
+
+
+@pytest.mark.usefixtures("no_rich")
+def test_lines_are_shown_on_a_terminal_without_rich(targets, pids):
+    status, shown = on_a_terminal("suspend", *pids)
+    assert status == 0
+    assert f"\n{pids[0]} python: checkpoint " in shown
+    assert "\033" not in shown
+
+
+@pytest.mark.usefixtures("cuda_machine")
+@pytest.mark.parametrize(
+    ("environment", "coloured"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_doctor_is_coloured_where_that_is_wanted(environment, coloured):
+    _, shown = on_a_terminal("doctor", **environment)
+    assert ("\033[" in shown) is coloured
+    assert "\033" not in cuckpt("doctor").stdout
+
+
+def test_doctor_fails_if_there_is_a_problem(targets):
+    result = cuckpt("doctor", targets[0].pid)
+    assert result.returncode == 0
+    assert result.stdout.endswith("\n0 problems, 0 warnings\n") or os.geteuid() != 0
+    result = cuckpt("doctor", targets[0].pid, 1)
+    assert result.returncode == 1
+    assert f"process {targets[0].pid}\n  ok       python, running\n" in result.stdout
+    assert "process 1\n  problem  ERROR_NOT_INITIALIZED (3)" in result.stdout
+
+
+@pytest.mark.parametrize("verb", ["ps", "doctor", "info"])
+@pytest.mark.usefixtures("targets")
+def test_answer_that_cannot_be_written_is_a_failure(verb):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [CUCKPT, verb], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert result.returncode == 1
+    assert result.stderr == f"cuckpt {verb}: No space left on device\n"
+    command = f"{CUCKPT} {verb} | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, timeout=60)
+    assert (result.returncode, result.stderr) == (1, b"")
+    result = subprocess.run(["bash", "-c", f"{CUCKPT} {verb} <&- >&- 2>&-"], timeout=60)
+    assert result.returncode == 0
+
+
+# JSON
+
+
+def keys_of(value, path=""):
+    """Yield the keys that there are, as docs/cli.md writes them."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        yield from keys_of(value[0], f"{path}[]")
+    elif isinstance(value, dict) and path.rpartition(".")[2] not in BY_NAME:
+        for key, inner in value.items():
+            yield from keys_of(inner, f"{path}.{key}" if path else key)
+    else:
+        yield path
+
+
+BY_NAME = {"gpu_bytes", "seconds", "skipped"}  # whose keys are data
+
+
+def documented_keys():
+    section = DOCS[DOCS.index("## JSON") : DOCS.index("## cuda-checkpoint")]
+    found, verbs = {}, []
+    for line in section.splitlines():
+        if line.startswith("| ") and "---" not in line:
+            first, key = (cell.strip() for cell in line.split("|")[1:3])
+            verbs = re.findall(r"`([\w-]+)`", first) or (["any"] if first else verbs)
+            for verb in verbs:
+                found.setdefault(verb, set()).update(re.findall(r"`([\w.\[\]]+)`", key))
+    return found
+
+
+def test_documented_keys_are_printed(targets, pids, tmp_path):
+    documented = documented_keys()
+    for arguments in (
+        ["ps"],
+        ["suspend", *pids],
+        ["resume", *pids],
+        ["recover", *pids],
+        ["doctor", *pids],
+        ["info"],
+        ["install-shim", tmp_path],
+    ):
+        result = cuckpt(*arguments, "--json")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("\n") == 1
+        assert set(keys_of(json.loads(result.stdout))) == documented[arguments[0]]
+    for arguments in ["suspend", 1], ["ps", "--tree", 4194305]:
+        result = cuckpt(*arguments, "--json")
+        assert result.returncode == 1
+        assert set(keys_of(json.loads(result.stdout))) == documented["any"]
+
+
+def test_failure_in_json_names_who_failed(targets, pids):
+    targets[1].ask("manage")
+    facts = json.loads(cuckpt("suspend", *pids, "--json").stdout)
+    assert facts["error"]["type"] == "GroupError"
+    first, second = facts["processes"]
+    assert first["error"] is None
+    assert second["error"]["type"] == "NotSupportedError"
+    assert {process["after"] for process in facts["processes"]} == {"running"}
+
+
+# Screens in the documentation
+
+
+def screens():
+    """Return what each command in the documentation shows there."""
+    blocks = re.findall(r"```text\n\$ cuckpt (.*?)\n(.*?)```", DOCS, re.DOTALL)
+    return dict(blocks)
+
+
+def alike(text):
+    """Return a screen without what differs from time to time."""
+    text = re.sub(r"\d+(\.\d+)? (ms|s|MiB)\b|\b[01]: ", "N ", text)
+    return re.sub(r"\b\d+\b", "N", words(text))
+
+
+@two_gpus
+def test_screens_are_as_documented(cuda_machine):
+    first = cuda_machine.spawn({0: 256 * MIB, 1: 2 * MIB})
+    second = cuda_machine.spawn({0: 100 * MIB})
+    pids = [first.pid, second.pid]
+    documented = [*screens().values()]
+    assert alike(cuckpt("ps", *OURS).stdout) == alike(documented[0])
+    assert alike(cuckpt("suspend", *pids, 1).stdout) == alike(documented[1])
+    cuckpt("resume", *pids)
+    second.ask("manage")
+    errors = cuckpt("suspend", *pids).stderr
+    errors = errors[errors.index("cuckpt suspend: ") :]
+    assert alike(errors) == alike(documented[2])
+    assert documented[3].startswith("driver\n")
+
+
+@pytest.mark.usefixtures("cuda_machine")
+def test_verbs_need_a_driver_and_say_so(tmp_path):
+    (tmp_path / "libcuda.so.1").write_text("not a library")
+    without = {"CUCKPT_LIBCUDA": None, "LD_LIBRARY_PATH": str(tmp_path)}
+    for arguments in ["ps"], ["suspend", 1]:
+        result = cuckpt(*arguments, **without)
+        assert result.returncode == 1
+        beginning = f"cuckpt {arguments[0]}: no CUDA driver: "
+        assert words(result.stderr).startswith(beginning)
+        assert "Traceback" not in result.stderr
+    result = cuckpt("ps", "--json", **without)
+    facts = json.loads(result.stdout)
+    assert facts["error"]["type"] == "DynamicLibNotFoundError"
