@@ -73,7 +73,7 @@ def ps(arguments: argparse.Namespace) -> int:
         print(_table(found, gpus), end="")
     else:
         print("There are no CUDA processes that this user may ask about.")
-    if note:
+    if note and found:
         screens.say(screens.wrapped(f"GPU memory is not known: {note}"))
     return 0
 

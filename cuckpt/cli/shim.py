@@ -37,9 +37,11 @@ def install(folder: "str | os.PathLike[str]", force: bool = False) -> Path:
     FileExistsError
         If there is another file of that name.
     OSError
-        If it cannot be written.
+        If it cannot be written, as without the folder.
     """
     path = Path(folder).absolute() / CONTRACT_NAME
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent}")
     if os.path.lexists(path) and not (force or _is_shim(path)):
         raise FileExistsError(
             f"{path} is there already, and is none that cuckpt made: give another "

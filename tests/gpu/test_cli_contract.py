@@ -1,5 +1,6 @@
 """The command line of cuda-checkpoint: each row as NVIDIA's tool answers it."""
 
+import contextlib
 import os
 import subprocess
 import sysconfig
@@ -197,16 +198,17 @@ def program(request, shim):
     return shim if request.param == "cuda-checkpoint" else CUCKPT
 
 
-def run(program, arguments, **options):
+def run(program, arguments, through=(), **options):
     options = {"stdin": subprocess.DEVNULL, "capture_output": True, **options}
-    return subprocess.run([program, *arguments], timeout=60, text=True, **options)
+    command = [*through, program, *arguments]
+    return subprocess.run(command, timeout=60, text=True, **options)
 
 
-def compare(row, program, words, **options):
+def compare(row, program, words, through=(), **options):
     """Ask, and compare everything that comes of it."""
     bring(words["pid"], row.before)
     arguments = row.arguments.format(**words).split()
-    result = run(program, arguments, **options)
+    result = run(program, arguments, through, **options)
     words = {**words, "program": Path(program).name}
     problem = row.problem.format(**words)
     if problem:
@@ -246,48 +248,56 @@ def test_help_tells_of_action_early_enough(shim, option):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.arguments[:60])
 def test_row_is_answered_in_an_empty_environment(row, shim, words):
-    environment = {"PATH": "/usr/bin:/bin"}
-    for name in "CUCKPT_LIBCUDA", "CUCKPT_SIMULATOR", "LD_LIBRARY_PATH":
-        if name in os.environ:  # this machine is simulated
-            environment[name] = os.environ[name]
+    kept = "CUCKPT_LIBCUDA", "CUCKPT_SIMULATOR", "LD_LIBRARY_PATH"  # the machine
+    kept += "LD_PRELOAD", "ASAN_OPTIONS"  # a sanitizer
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    environment["PATH"] = "/usr/bin:/bin"
     compare(row, shim, words, env=environment, cwd="/")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.arguments[:60])
+@pytest.mark.parametrize("row", CALLS, ids=lambda row: row.arguments[:60])
 def test_row_is_answered_without_standard_input(row, shim, words):
-    compare(row, shim, words, stdin=None, preexec_fn=lambda: os.close(0))
+    compare(row, shim, words, through=closing("<&-"))
 
 
+def closing(redirections):
+    """Return how to start a program with some descriptors closed."""
+    return ["sh", "-c", f'exec "$0" "$@" {redirections}']
+
+
+@contextlib.contextmanager
 def without_readers():
-    """Let the standard output and error be a pipe that nobody reads."""
     reader, writer = os.pipe()
-    os.dup2(writer, 1)
-    os.dup2(writer, 2)
     os.close(reader)
+    yield writer
     os.close(writer)
 
 
-def without_descriptors():
-    for descriptor in 0, 1, 2:
-        os.close(descriptor)
-
-
-def with_a_full_device():
-    full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, 1)
-    os.dup2(full, 2)
+@contextlib.contextmanager
+def full_device():
+    with open("/dev/full", "wb") as full:
+        yield full
 
 
 @pytest.mark.parametrize("row", CALLS, ids=lambda row: row.arguments[:60])
 @pytest.mark.parametrize(
-    "spoil", [without_readers, without_descriptors, with_a_full_device]
+    ("output", "through"),
+    [
+        (without_readers, []),
+        (full_device, []),
+        (contextlib.nullcontext, closing("<&- >&- 2>&-")),
+        (contextlib.nullcontext, closing(">&-")),
+    ],
+    ids=["no reader", "no space", "all closed", "output closed"],
 )
 def test_action_is_done_and_an_answer_that_cannot_arrive_is_a_failure(
-    row, shim, words, spoil
+    row, shim, words, output, through
 ):
     bring(words["pid"], row.before)
     arguments = row.arguments.format(**words).split()
-    result = run(shim, arguments, capture_output=False, preexec_fn=spoil)
+    with output() as place:
+        outputs = {"capture_output": False, "stdout": place, "stderr": place}
+        result = run(shim, arguments, through, **outputs)
     assert result.returncode == (1 if row.printed else row.status)
     assert state_of(words["pid"]) == row.after
 

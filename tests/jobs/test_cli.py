@@ -45,10 +45,16 @@ def words(text):
 
 def on_a_terminal(*arguments, columns=80, **environment):
     """Run it on a terminal; return its status and what this shows, with escapes."""
-    child, terminal = pty.fork()
-    if child == 0:
-        size = {"COLUMNS": str(columns), "TERM": "xterm", **environment}
-        os.execve(CUCKPT, [CUCKPT, *map(str, arguments)], {**os.environ, **size})
+    terminal, end = pty.openpty()
+    size = {"COLUMNS": str(columns), "TERM": "xterm"}
+    process = subprocess.Popen(
+        [CUCKPT, *map(str, arguments)],
+        env={**os.environ, **size, **environment},
+        stdin=end,
+        stdout=end,
+        stderr=end,
+    )
+    os.close(end)
     shown = b""
     while select.select([terminal], [], [], 60)[0]:
         try:
@@ -57,8 +63,7 @@ def on_a_terminal(*arguments, columns=80, **environment):
             break
         shown += part
     os.close(terminal)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return status, shown.decode().replace("\r\n", "\n")
+    return process.wait(60), shown.decode().replace("\r\n", "\n")
 
 
 @pytest.fixture
