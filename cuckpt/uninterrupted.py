@@ -97,13 +97,16 @@ def _in_a_thread(do: "Callable[[threading.Event], _T]") -> _T:
 
 
 def is_asked_to_end() -> bool:
-    """Tell whether a signal waits that asks this program to end.
+    """Tell whether a signal waits that asks this program to end, and is heeded.
 
     Returns
     -------
     bool
     """
-    return bool(signal.sigpending() & _REQUESTS)
+    return any(
+        signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
+        for number in signal.sigpending() & _REQUESTS
+    )
 
 
 def in_time(ask: "Callable[[], _T]", timeout_s: float) -> _T:

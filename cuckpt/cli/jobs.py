@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cuckpt import nvml
-from cuckpt.cli import screens
+from cuckpt.cli import reports, screens
 from cuckpt.cli.ending import Ended, let_signals_kill
 from cuckpt.cli.phases import Phases
 from cuckpt.cli.progress import all_of, display
 from cuckpt.events import Trace
 from cuckpt.group import GroupError, GroupReport, ProcessGroup
-from cuckpt.passage import Outcome
-
-_PHASES = "lock", "checkpoint", "restore", "unlock"
 
 
 class NobodyError(LookupError):
@@ -101,9 +98,9 @@ def _move(
         let_signals_kill()
         return _tell_of_end(arguments, end, phases)
     if arguments.json:
-        _print_json(arguments.verb, report)
+        reports.print_json(arguments.verb, report)
     else:
-        _print_report(arguments.verb, report)
+        reports.print_text(arguments.verb, report)
     return 0
 
 
@@ -113,88 +110,18 @@ def _group(arguments: argparse.Namespace, **options: Any) -> ProcessGroup:
     else:
         group = ProcessGroup.from_tree(arguments.tree, **options)
     if not group.pids:
-        reasons = [f"  process {pid}: {why}" for pid, why in group.skipped.items()]
+        reasons = [f"  {line}" for line in reports.skipped(group.skipped)]
         raise NobodyError("\n".join(["no CUDA process is among these", *reasons]))
     return group
 
 
-def _print_report(verb: str, report: GroupReport) -> None:
-    outcomes = report.outcomes.values()
-    seen = [name for name in _PHASES if any(name in o.seconds for o in outcomes)]
-    columns = ["PID", "NAME", "BEFORE", "AFTER", "GPU MEMORY", *map(str.upper, seen)]
-    rows = [
-        [
-            str(outcome.pid),
-            screens.printable(outcome.name),
-            outcome.before or "-",
-            outcome.after or "-",
-            _memory(outcome),
-            *(_seconds(outcome, name) for name in seen),
-        ]
-        for outcome in outcomes
-    ]
-    print(screens.table(columns, rows, left=["NAME", "BEFORE", "AFTER"]), end="")
-    noted: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        for note in outcome.notes:
-            noted.setdefault(note, []).append(str(outcome.pid))
-    for note, pids in noted.items():
-        print(screens.hanging(f"{', '.join(pids)}: {note}", "", "  "))
-    for pid, why in report.skipped.items():
-        print(screens.hanging(f"{pid} was skipped: {why}", "", "  "))
-    number = screens.counted(len(outcomes), "process", "es")
-    print(f"{verb}: {number} in {screens.duration(report.seconds)}")
-
-
-def _memory(outcome: Outcome) -> str:
-    if outcome.used_bytes is None:
-        return "-"
-    return screens.size(sum(outcome.used_bytes.values()))
-
-
-def _seconds(outcome: Outcome, phase: str) -> str:
-    return screens.duration(outcome.seconds[phase]) if phase in outcome.seconds else "-"
-
-
-def _print_json(
-    verb: str, report: GroupReport, error: "GroupError | None" = None
-) -> None:
-    failed = {
-        getattr(each, "pid", None): each for each in (error.exceptions if error else ())
-    }
-    processes = [
-        {
-            "pid": outcome.pid,
-            "name": outcome.name,
-            "before": outcome.before,
-            "after": outcome.after,
-            "seconds": outcome.seconds,
-            "gpu_bytes": outcome.used_bytes,
-            "notes": outcome.notes,
-            "error": screens.error_facts(failed.get(outcome.pid)),
-        }
-        for outcome in report.outcomes.values()
-    ]
-    screens.print_json(
-        {
-            "verb": verb,
-            "processes": processes,
-            "skipped": {str(pid): why for pid, why in report.skipped.items()},
-            "seconds": report.seconds,
-            "error": screens.error_facts(error),
-        }
-    )
-
-
 def _fail(arguments: argparse.Namespace, error: GroupError) -> int:
     if arguments.json:
-        _print_json(arguments.verb, error.report, error)
-    pids = " ".join(map(str, error.report.outcomes))
-    screens.say(
-        screens.wrapped(f"cuckpt {arguments.verb}: {error.message}")
-        + "\n"
-        + screens.wrapped(f"To see what stands in the way: cuckpt doctor {pids}")
-    )
+        reports.print_json(arguments.verb, error.report, error)
+    pids = " ".join(str(pid) for pid in reports.failures(error) if pid is not None)
+    screens.say(screens.wrapped(f"cuckpt {arguments.verb}: {error.message}"))
+    advice = f"To see what stands in the way: cuckpt doctor {pids}"
+    screens.say(screens.wrapped(advice.rstrip()))
     return 1
 
 
