@@ -150,6 +150,7 @@ def test_interrupt_ends_a_lock_that_waits(machine_program):
     printed = machine_program(
         f"""
         import signal
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # not ignored by the child
         with Machine() as machine:
             target = machine.spawn()
             target.ask(f"spin {{10**9}}")

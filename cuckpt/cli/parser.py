@@ -16,6 +16,14 @@ and `cuckpt install-shim DIR` makes a program of that name.
 """
 
 
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for, since that takes long."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"cuckpt {cuckpt.__version__}")
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line.
 
@@ -31,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     whole.add_argument(
-        "--version", action="version", version=f"cuckpt {cuckpt.__version__}"
+        "--version", action=_Version, nargs=0, help="show the version and exit"
     )
     verbs = whole.add_subparsers(title="verbs", metavar="VERB", dest="verb")
     for add in (

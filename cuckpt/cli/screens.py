@@ -9,8 +9,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cuckpt.process_errors import ProcessError
-
 WIDTH = 80
 _GAP = "  "
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "dim": 2, "bold": 1}
@@ -194,9 +192,9 @@ def error_text(error: BaseException) -> str:
     """
     if isinstance(error, ExceptionGroup):
         return str(error.message)
-    if not isinstance(error, OSError) or isinstance(error, ProcessError):
+    if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
-    if error.strerror is None:
+    if str(error) != OSError.__str__(error):  # it has a text of its own
         return str(error)
     where = "" if error.filename is None else f"{error.filename}: "
     return f"{where}{error.strerror}"

@@ -290,6 +290,26 @@ def test_what_cannot_be_done_is_said_in_few_lines(targets):
     assert states(targets) == ["running"] * 2
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_process_of_another_user_is_refused_with_advice(targets):
+    # What is imported must be so before: only root may read it where it lies.
+    program = """
+import locale, os, sys
+from cuckpt import driver, hints
+from cuckpt.cli import jobs, verbs
+driver.has_checkpoint()
+os.setgroups([])
+os.setresuid(65534, 65534, 65534)
+sys.exit(verbs.main(["suspend", sys.argv[1]]))
+"""
+    command = [sys.executable, "-P", "-c", program, str(targets[0].pid)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1, result.stdout
+    assert "belongs to uid 0 and this one runs as uid 65534" in words(result.stderr)
+    assert "CAP_SYS_PTRACE" in result.stderr
+    assert states(targets) == ["running"] * 2
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
