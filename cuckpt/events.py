@@ -175,6 +175,9 @@ class Trace:
                 self._named.add(event.pid)
                 for what in "process_name", "thread_name":
                     self._write(event, what, "M", {"name": event.name})
+            if event.moment == "progress":
+                self._write(event, "copied", "C", {"bytes": event.done_bytes})
+                return
             extra = {"bytes": event.bytes, "error": event.error}
             extra = {name: value for name, value in extra.items() if value is not None}
             letter = {"start": "B", "end": "E", "waiting": "i"}[event.moment]
@@ -256,6 +259,10 @@ class ProgressBar:
                 event.phase, total=1, process=event.pid, memory=""
             )
         task = self._tasks[event.pid]
+        if event.moment == "progress":
+            done, total = event.done_bytes or 0, event.bytes or 1
+            self._progress.update(task, completed=min(done / total, 1))
+            return
         memory = "" if event.bytes is None else f"{event.bytes / (1 << 20):.0f} MiB"
         done = event.moment == "end"
         how = {"start": "", "waiting": " waiting", "end": " done"}[event.moment]

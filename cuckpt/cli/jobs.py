@@ -1,21 +1,18 @@
-"""`cuckpt suspend`, `resume` and `recover`: jobs of one process or many."""
+"""The verbs that move jobs, of one process or many: suspend, resume, save, load ..."""
 
 import argparse
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from cuckpt import nvml
 from cuckpt.cli import reports, screens
 from cuckpt.cli.ending import Ended, let_signals_kill
 from cuckpt.cli.phases import Phases
-from cuckpt.cli.progress import all_of, display
+from cuckpt.cli.progress import display
 from cuckpt.events import Trace
-from cuckpt.group import GroupError, GroupReport, ProcessGroup
-
-
-class NobodyError(LookupError):
-    """There is no CUDA process among those that were named."""
+from cuckpt.group import ProcessGroup
+from cuckpt.group_run import GroupError, GroupReport
+from cuckpt.process_errors import NoMembersError
 
 
 def suspend(arguments: argparse.Namespace) -> int:
@@ -45,10 +42,7 @@ def resume(arguments: argparse.Namespace) -> int:
     int
         Exit status.
     """
-    gpu_map = arguments.device_map
-    if gpu_map is not None:
-        gpu_map = _by_uuid(gpu_map)
-    return _move(arguments, lambda group: group.resume(gpu_map))
+    return _move(arguments, lambda group: group.resume(arguments.device_map))
 
 
 def recover(arguments: argparse.Namespace) -> int:
@@ -66,32 +60,64 @@ def recover(arguments: argparse.Namespace) -> int:
     return _move(arguments, lambda group: group.recover())
 
 
-def _by_uuid(gpu_map: Mapping[str | int, str | int]) -> dict[str | bytes, str | int]:
-    """Return a map with UUIDs in the place of the ordinals of old GPUs."""
-    uuids = {gpu.ordinal: gpu.uuid for gpu in nvml.gpus()}
-    found: dict[str | bytes, str | int] = {}
-    for old, new in gpu_map.items():
-        if isinstance(old, int):
-            if old not in uuids:
-                raise ValueError(f"there is no GPU {old}: there are {len(uuids)}")
-            found[uuids[old]] = new
-        else:
-            found[old] = new
-    return found
+def save(arguments: argparse.Namespace) -> int:
+    """Copy the GPU memory of processes to an image.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+
+    Returns
+    -------
+    int
+        Exit status.
+    """
+    return _move(
+        arguments,
+        lambda group: group.save(
+            arguments.folder, arguments.timeout_s, replace=arguments.replace
+        ),
+    )
+
+
+def load(arguments: argparse.Namespace) -> int:
+    """Bring the processes of an image back.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+
+    Returns
+    -------
+    int
+        Exit status.
+    """
+    from cuckpt.storage import describe
+
+    image = describe(arguments.folder)
+    arguments.tree = None
+    arguments.pids = [process.pid for process in image.processes]
+    return _move(
+        arguments,
+        lambda group: group.load(
+            arguments.folder,
+            arguments.device_map,
+            same_process=not arguments.any_process,
+        ),
+    )
 
 
 def _move(
     arguments: argparse.Namespace, do: Callable[[ProcessGroup], GroupReport]
 ) -> int:
     """Do something with the processes that the arguments name, and tell of it."""
-    phases = Phases()
+    phases = Phases(arguments.verb)
     try:
         with contextlib.ExitStack() as stack:
-            watchers: list[Any] = [phases, stack.enter_context(display())]
+            watchers: list[Any] = [phases, stack.enter_context(display(arguments.verb))]
             if arguments.trace is not None:
                 watchers.append(stack.enter_context(Trace(arguments.trace)))
-            group = _group(arguments, on_event=all_of(*watchers))
-            report = do(group)
+            report = do(_group(arguments, on_event=watchers))
     except GroupError as error:
         return _fail(arguments, error)
     except Ended as end:
@@ -110,8 +136,7 @@ def _group(arguments: argparse.Namespace, **options: Any) -> ProcessGroup:
     else:
         group = ProcessGroup.from_tree(arguments.tree, **options)
     if not group.pids:
-        reasons = [f"  {line}" for line in reports.skipped(group.skipped)]
-        raise NobodyError("\n".join(["no CUDA process is among these", *reasons]))
+        raise NoMembersError(group.skipped)
     return group
 
 

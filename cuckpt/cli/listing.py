@@ -10,7 +10,6 @@ from cuckpt.cli import screens
 from cuckpt.group import ProcessGroup
 from cuckpt.process import Process
 from cuckpt.process_errors import (
-    MissingExtraError,
     ProcessGoneError,
     ProcessStoppedError,
 )
@@ -81,7 +80,7 @@ def ps(arguments: argparse.Namespace) -> int:
 def _gpus() -> tuple[list[nvml.GpuFacts] | None, str | None]:
     try:
         return nvml.gpus(), None
-    except (MissingExtraError, OSError) as error:
+    except (ImportError, OSError) as error:
         return None, str(error)
 
 

@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
         _add_suspend,
         _add_resume,
         _add_recover,
+        _add_save,
+        _add_load,
+        _add_image,
         _add_doctor,
         _add_info,
         _add_install_shim,
@@ -81,13 +84,7 @@ def _add_suspend(verbs: "_Verbs") -> None:
         "back that it had.",
     )
     _add_processes(verb)
-    verb.add_argument(
-        "--timeout-s",
-        type=_seconds,
-        default=10.0,
-        metavar="S",
-        help="how long to wait for their GPU work in all, in seconds; default 10",
-    )
+    _add_timeout(verb)
 
 
 def _add_resume(verbs: "_Verbs") -> None:
@@ -98,13 +95,7 @@ def _add_resume(verbs: "_Verbs") -> None:
         "back that it had. Those that run stay as they are.",
     )
     _add_processes(verb)
-    verb.add_argument(
-        "--device-map",
-        type=_gpu_map,
-        metavar="OLD=NEW[,OLD=NEW]...",
-        help="which GPU the memory of another goes to: UUIDs, or the numbers that "
-        "nvidia-smi shows. GPUs that are not named stay, or change places",
-    )
+    _add_device_map(verb)
 
 
 def _add_recover(verbs: "_Verbs") -> None:
@@ -114,6 +105,53 @@ def _add_recover(verbs: "_Verbs") -> None:
         description="Bring each to RUNNING, from whatever state somebody left it in.",
     )
     _add_processes(verb)
+
+
+def _add_save(verbs: "_Verbs") -> None:
+    verb = verbs.add_parser(
+        "save",
+        help="copy the GPU memory of processes to an image",
+        usage="cuckpt save [options] PID... DIR",
+        description="Lock all, and copy the GPU memory of all to an image in a folder, "
+        "which is made. They are suspended then, and no copy is in host memory. If one "
+        "fails, each gets the state back that it had. Needs CUDA 13.4.",
+    )
+    _add_processes(verb)
+    verb.add_argument("folder", metavar="DIR")
+    _add_timeout(verb)
+    verb.add_argument(
+        "--replace", action="store_true", help="replace an image that is there"
+    )
+
+
+def _add_load(verbs: "_Verbs") -> None:
+    verb = verbs.add_parser(
+        "load",
+        help="bring the processes of an image back: they run",
+        description="Copy the GPU memory of all processes of an image back, then let "
+        "them run. If one fails, all stay suspended. Needs CUDA 13.4.",
+    )
+    verb.add_argument("folder", metavar="DIR")
+    _add_device_map(verb)
+    verb.add_argument(
+        "--any-process",
+        action="store_true",
+        help="also processes that were made anew with these pids, as by CRIU",
+    )
+    _add_trace(verb)
+    _add_json(verb)
+
+
+def _add_image(verbs: "_Verbs") -> None:
+    verb = verbs.add_parser(
+        "image",
+        help="tell what is in an image, or compare it with its checksums",
+        description="info tells what is in an image; verify also reads it, and "
+        "compares all of it with its checksums.",
+    )
+    verb.add_argument("what", choices=["info", "verify"])
+    verb.add_argument("folder", metavar="DIR")
+    _add_json(verb)
 
 
 def _add_doctor(verbs: "_Verbs") -> None:
@@ -209,10 +247,34 @@ def _add_processes(verb: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--tree", type=_pid, metavar="PID", help="this one and its descendants"
     )
+    _add_trace(verb)
+    _add_json(verb)
+
+
+def _add_timeout(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--timeout-s",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="how long to wait for their GPU work in all, in seconds; default 10",
+    )
+
+
+def _add_device_map(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--device-map",
+        type=_gpu_map,
+        metavar="OLD=NEW[,OLD=NEW]...",
+        help="which GPU the memory of another goes to: UUIDs, or the numbers that "
+        "nvidia-smi shows. GPUs that are not named stay, or change places",
+    )
+
+
+def _add_trace(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--trace", metavar="FILE", help="write what happens, for ui.perfetto.dev"
     )
-    _add_json(verb)
 
 
 def _add_json(verb: argparse.ArgumentParser) -> None:

@@ -2,8 +2,7 @@
 
 import threading
 
-from cuckpt.cli.progress import Names
-from cuckpt.cli.screens import counted
+from cuckpt.cli.screens import counted, process_text
 from cuckpt.events import Event
 from cuckpt.process import Process
 
@@ -16,19 +15,27 @@ _BEFORE = {
 
 
 class Phases:
-    """The steps of each process that were done; give it as `on_event`."""
+    """The steps of each process that were done; give it as `on_event`.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    verb : str
+        Which moves the processes.
+    """
+
+    def __init__(self, verb: str) -> None:
+        prepare = "locked" if verb == "save" else "checkpointed"
+        self._before = {**_BEFORE, "prepare": prepare}
         self._done: dict[int, list[str]] = {}
-        self._names = Names()
+        self._names: dict[int, str] = {}
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         """Keep an event."""
-        if event.moment == "end" and event.error is None:
+        if event.phase in self._before and event.moment == "end" and not event.error:
             with self._lock:
                 self._done.setdefault(event.pid, []).append(event.phase)
-                self._names(event.pid)
+                self._names[event.pid] = process_text(event.pid, event.name)
 
     def story(self) -> str:
         """Tell what was done, and in which state each process is now.
@@ -42,10 +49,12 @@ class Phases:
             return "nothing had been changed"
         states = {pid: _state(pid) for pid in self._done}
         undone = [
-            pid for pid, done in self._done.items() if states[pid] == _BEFORE[done[0]]
+            pid
+            for pid, done in self._done.items()
+            if states[pid] == self._before[done[0]]
         ]
         lines = [
-            f"  process {self._names(pid)}: {', '.join(done)}; is {states[pid]}"
+            f"  process {self._names[pid]}: {', '.join(done)}; is {states[pid]}"
             for pid, done in self._done.items()
         ]
         if len(undone) == len(states):

@@ -3,34 +3,44 @@
 import contextlib
 import os
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-from cuckpt import proc
 from cuckpt.cli import screens
 from cuckpt.cli.ending import is_asked_to_end
 from cuckpt.events import Event
 
 
-def display() -> "Bar | Lines":
+def display(verb: str) -> "Bar | Lines":
     """Return what fits the standard error.
+
+    Parameters
+    ----------
+    verb : str
+        Which moves the processes.
 
     Returns
     -------
     Bar or Lines
     """
+    moving = ("copy",) if verb in ("save", "load") else ("checkpoint", "restore")
     if screens.is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb":
         with contextlib.suppress(ImportError):
-            return Bar()
-    return Lines()
+            return Bar(moving)
+    return Lines(moving)
 
 
 class Lines:
-    """A line on the standard error for each phase that ends."""
+    """A line on the standard error for each phase that ends.
 
-    def __init__(self) -> None:
-        self._names = Names()
+    Parameters
+    ----------
+    moving : sequence of str
+        The phases that move memory.
+    """
+
+    def __init__(self, moving: Sequence[str]) -> None:
+        self._moving = moving
 
     def __enter__(self) -> "Lines":
         return self
@@ -40,14 +50,19 @@ class Lines:
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
-        if event.moment == "start":
-            return
-        how = how_it_went(event)
-        screens.say(f"{self._names(event.pid)}: {event.phase}{how}")
+        if event.moment in ("end", "waiting"):
+            process = screens.process_text(event.pid, event.name)
+            how = how_it_goes(event, self._moving)
+            screens.say(f"{process}: {event.phase} {how}")
 
 
 class Bar:
     """A line of rich for each process, which is gone at the end.
+
+    Parameters
+    ----------
+    moving : sequence of str
+        The phases that move memory.
 
     Raises
     ------
@@ -55,7 +70,7 @@ class Bar:
         Without rich.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moving: Sequence[str]) -> None:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -64,9 +79,9 @@ class Bar:
             TimeElapsedColumn,
         )
 
-        self._names = Names()
+        self._moving = moving
         self._tasks: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        self._starts: dict[int, float] = {}
         self._progress = Progress(
             TextColumn("{task.fields[process]}", markup=False),
             TextColumn("{task.fields[phase]:10}", markup=False),
@@ -89,22 +104,29 @@ class Bar:
         """Show an event."""
         task = self._task(event)
         if event.moment == "start":
-            memory = "" if event.bytes is None else screens.size(event.bytes)
             # The time begins anew, and the bar moves until there is a total.
+            self._starts[event.pid] = event.time_s
             self._progress.reset(task, total=None)
+            memory = "" if event.bytes is None else screens.size(event.bytes)
             self._progress.update(task, phase=event.phase, result=memory)
-            return
-        self._progress.update(task, result=how_it_went(event).lstrip())
-        if event.moment == "end":
-            self._progress.update(task, total=1, completed=1)
+        elif event.moment == "progress":
+            seconds = event.time_s - self._starts[event.pid]
+            done, total = event.done_bytes or 0, event.bytes or 0
+            result = f"{screens.size(done)} of {moved(total, done, seconds)}"
+            self._progress.update(task, total=total, completed=done, result=result)
+        else:
+            result = how_it_goes(event, self._moving)
+            self._progress.update(task, result=result)
+            if event.moment == "end":
+                self._progress.update(task, total=1, completed=1)
 
     def _task(self, event: Event) -> Any:
-        with self._lock:
-            if event.pid not in self._tasks:
-                self._tasks[event.pid] = self._progress.add_task(
-                    "", total=None, process=self._names(event.pid), phase="", result=""
-                )
-            return self._tasks[event.pid]
+        if event.pid not in self._tasks:
+            process = screens.process_text(event.pid, event.name)
+            self._tasks[event.pid] = self._progress.add_task(
+                "", total=None, process=process, phase="", result=""
+            )
+        return self._tasks[event.pid]
 
 
 def _stop_column() -> Any:
@@ -119,66 +141,45 @@ def _stop_column() -> Any:
     return Stop()
 
 
-class Names:
-    """Processes as they are shown; one that has ended keeps its name."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-
-    def __call__(self, pid: int) -> str:
-        """Return pid and name."""
-        if pid not in self._names:
-            facts = proc.facts(pid)
-            name = f" {screens.printable(facts.name)}" if facts else ""
-            self._names[pid] = f"{pid}{name}"
-        return self._names[pid]
-
-
-def how_it_went(event: Event) -> str:
-    """Return what there is to say at the end of a phase, after its name.
+def how_it_goes(event: Event, moving: Sequence[str]) -> str:
+    """Return what there is to say of a phase that ends or waits, after its name.
 
     Parameters
     ----------
     event : Event
+    moving : sequence of str
+        The phases that move memory.
 
     Returns
     -------
     str
     """
-    if event.moment != "end":
-        return f" waits: {event.error}"
+    if event.moment == "waiting":
+        return f"waits: {event.error}"
     seconds = event.seconds or 0.0
-    took = f" {screens.duration(seconds)}"
+    took = screens.duration(seconds)
     if event.error is not None:
-        return f" failed after{took}"
-    if event.bytes is None or event.phase not in ("checkpoint", "restore"):
+        return f"failed after {took}"
+    if event.bytes is None or event.phase not in moving:
         return took
-    text = f"{took}, {screens.size(event.bytes)}"
-    if seconds > 0:
-        text += f", {screens.size(int(event.bytes / seconds))}/s"
-    return text
+    return f"{took}, {moved(event.bytes, event.bytes, seconds)}"
 
 
-def all_of(*watchers: Callable[[Event], object]) -> Callable[[Event], None]:
-    """Return one watcher for several; one that fails does not stand in the way.
+def moved(size: int, done: int, seconds: float) -> str:
+    """Return how much memory there is, and how fast it moves.
 
     Parameters
     ----------
-    *watchers : callable
+    size : int
+        Bytes in all.
+    done : int
+        Of which so many have been moved.
+    seconds : float
+        In this time.
 
     Returns
     -------
-    callable
+    str
     """
-
-    def watch(event: Event) -> None:
-        problems = []
-        for each in watchers:
-            try:
-                each(event)
-            except Exception as error:
-                problems.append(error)
-        if problems:
-            raise problems[0]
-
-    return watch
+    rate = f", {screens.size(int(done / seconds))}/s" if seconds > 0 else ""
+    return screens.size(size) + rate

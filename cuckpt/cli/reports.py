@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cuckpt.cli import screens
-from cuckpt.group import GroupError, GroupReport
+from cuckpt.group_run import GroupError, GroupReport
 from cuckpt.passage import Outcome
 
-_PHASES = "lock", "checkpoint", "restore", "unlock"
+_PHASES = "lock", "checkpoint", "restore", "prepare", "copy", "complete", "unlock"
 _MOST_PIDS = 5
 
 
@@ -49,6 +49,7 @@ def print_json(
             "seconds": outcome.seconds,
             "gpu_bytes": outcome.used_bytes,
             "notes": outcome.notes,
+            "image": outcome.image,
             "error": screens.error_facts(failed.get(outcome.pid)),
         }
         for outcome in report.outcomes.values()

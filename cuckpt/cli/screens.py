@@ -152,6 +152,21 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+def process_text(pid: int, name: str) -> str:
+    """Return how a process is named on a screen.
+
+    Parameters
+    ----------
+    pid : int
+    name : str
+
+    Returns
+    -------
+    str
+    """
+    return f"{pid} {printable(name)}".rstrip()
+
+
 def print_json(what: Mapping[str, Any]) -> None:
     """Print an object in one line.
 

@@ -17,6 +17,8 @@ _MODULES = {
     "suspend": "jobs",
     "resume": "jobs",
     "recover": "jobs",
+    "save": "jobs",
+    "load": "jobs",
     "doctor": "health",
     "install-shim": "install",
 }
@@ -86,12 +88,11 @@ def _tell(arguments: argparse.Namespace, error: Exception) -> None:
 
 def _advice() -> "list[tuple[type[BaseException], str]]":
     """Return what to do next after an error that does not say it itself."""
-    from cuckpt.cli.jobs import NobodyError
-    from cuckpt.process_errors import ProcessGoneError
+    from cuckpt.process_errors import NoMembersError, ProcessGoneError
 
     see = "To see the CUDA processes that there are: cuckpt ps"
     look = "To see what stands in the way: cuckpt doctor"
-    return [(NobodyError, see), (ProcessGoneError, see), (errors.DriverError, look)]
+    return [(NoMembersError, see), (ProcessGoneError, see), (errors.DriverError, look)]
 
 
 def _flush() -> OSError | None:

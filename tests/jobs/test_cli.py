@@ -70,7 +70,8 @@ def on_a_terminal(*arguments, columns=80, **environment):
 @pytest.fixture
 def no_nvml(tmp_path, monkeypatch):
     """As if nvidia-ml-py was not installed."""
-    (tmp_path / "pynvml.py").write_text("raise ImportError")
+    text = "raise ModuleNotFoundError('no pynvml', name='pynvml')"
+    (tmp_path / "pynvml.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
@@ -275,8 +276,8 @@ def test_what_cannot_be_done_is_said_in_few_lines(targets):
     thread = Process(targets[0].pid).restore_thread_id
     for arguments, problem in (
         (["suspend", thread], f"{thread} is a thread of process {targets[0].pid}"),
-        (["suspend", 1, 4194305], "skipped 1: no CUDA state skipped 4194305: ERROR_"),
-        (["recover", 4194305], "no CUDA process is among these"),
+        (["suspend", 1, 4194305], "process 1: no CUDA state process 4194305: ERROR_"),
+        (["recover", 4194305], "the group has no members"),
         (["resume", "--tree", 4194305], "process 4194305 is not there"),
         (["ps", "--tree", 4194305], "process 4194305 is not there"),
         (["suspend", targets[0].pid, "--trace", "/none/x"], "/none/x: No such file"),
@@ -326,6 +327,12 @@ sys.exit(verbs.main(["suspend", sys.argv[1]]))
         "resume 1 --device-map 0=",
         "resume 1 --device-map 0=1,0=1",
         "ps 1",
+        "save 1",
+        "save --tree 1",
+        "save x /nowhere",
+        "load",
+        "image",
+        "image show /nowhere",
         "doctor x",
         "install-shim",
     ],
@@ -392,6 +399,100 @@ def test_signal_that_is_ignored_changes_nothing(cuda_machine, targets, pids):
         process.send_signal(signal.SIGHUP)
         assert process.wait(60) == 0
     assert states(targets) == ["checkpointed"] * 2
+
+
+# Images
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "image"
+
+
+def test_job_is_saved_and_loaded(targets, pids, folder):
+    result = cuckpt("save", *pids, folder)
+    assert result.returncode == 0, result.stderr
+    assert states(targets) == ["checkpointed"] * 2
+    assert re.search(rf"^{pids[0]} python: copy .* MiB, .* MiB/s$", result.stderr, re.M)
+    assert "COPY" in result.stdout.splitlines()[0]
+    result = cuckpt("image", "info", folder)
+    assert result.stdout.startswith(f"{folder}\n")
+    assert f"process {pids[1]} python" in result.stdout
+    result = cuckpt("image", "verify", folder)
+    assert result.stdout.endswith("all of it is as it was saved\n")
+    result = cuckpt("load", folder)
+    assert result.returncode == 0, result.stderr
+    assert states(targets) == ["running"] * 2
+    for target in targets:
+        target.check()
+
+
+@two_gpus
+def test_tree_is_saved_over_an_image_and_loaded_elsewhere(cuda_machine, folder):
+    target = cuda_machine.spawn({0: 2 * MIB})
+    assert cuckpt("save", "--tree", os.getpid(), folder).returncode == 0
+    assert cuckpt("load", folder).returncode == 0
+    result = cuckpt("save", "--tree", os.getpid(), folder)
+    assert result.returncode == 1
+    assert "holds an image already" in words(result.stderr)
+    assert cuckpt("save", "--replace", *OURS, folder).returncode == 0
+    assert cuckpt("load", folder, "--device-map", "0=1").returncode == 0
+    assert [*Process(target.pid).used_memory()] == [str(cuda_machine.gpus[1])]
+    target.check()
+
+
+def test_image_that_is_damaged_is_told_and_not_loaded(targets, pids, folder):
+    assert cuckpt("save", *pids, folder).returncode == 0
+    largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
+    with open(largest, "r+b") as file:
+        file.write(b"not what was there")
+    assert cuckpt("image", "info", folder).returncode == 0
+    result = cuckpt("image", "verify", folder)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert largest.name in result.stderr
+    result = cuckpt("load", folder)
+    assert result.returncode == 1
+    assert states(targets) == ["checkpointed"] * 2
+
+
+def test_what_is_no_image_is_said(targets, tmp_path):
+    for arguments in (
+        ["image", "info", tmp_path],
+        ["image", "verify", tmp_path / "none"],
+        ["load", tmp_path],
+        ["save", targets[0].pid, "/proc/none"],
+    ):
+        result = cuckpt(*arguments)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert words(result.stderr).startswith(f"cuckpt {arguments[0]}: ")
+        assert "Traceback" not in result.stderr
+    assert states(targets) == ["running"] * 2
+
+
+@pytest.mark.usefixtures("signals_are_heeded")
+def test_signal_undoes_a_save(cuda_machine, targets, pids, folder):
+    cuda_machine.inject(Fault("complete", delay_s=0.5, count=2))
+    command = [CUCKPT, "save", *map(str, pids), folder]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not cuda_machine.calls["complete"]:
+            time.sleep(0.01)
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "cuckpt save: ended by SIGTERM; undone: 2 processes as before\n" in errors
+    assert states(targets) == ["running"] * 2
+    assert not folder.exists()
+    for target in targets:
+        target.check()
+
+
+def test_bar_shows_how_far_a_copy_is(cuda_machine, folder):
+    target = cuda_machine.spawn({0: 1024 * MIB})
+    status, shown = on_a_terminal("save", target.pid, folder, columns=120)
+    assert status == 0
+    assert "Traceback" not in shown
+    plain = re.sub(r"\033\[[0-9;?]*[A-Za-z]", "", shown)
+    assert re.search(r"copy .*\d+ MiB of 1024 MiB, \d+ MiB/s", plain)
 
 
 # Terminals and readers
@@ -494,6 +595,10 @@ def test_documented_keys_are_printed(targets, pids, tmp_path):
         ["doctor", *pids],
         ["info"],
         ["install-shim", tmp_path],
+        ["save", *pids, tmp_path / "image"],
+        ["image", "info", tmp_path / "image"],
+        ["image", "verify", tmp_path / "image"],
+        ["load", tmp_path / "image"],
     ):
         result = cuckpt(*arguments, "--json")
         assert result.returncode == 0, result.stderr

@@ -272,6 +272,20 @@ def test_those_who_watch_show_that_one_waits(screen, tmp_path):
     assert entry["args"] == {"error": "process 5 is stopped"}
 
 
+def test_those_who_watch_show_how_far_a_copy_is(screen, tmp_path):
+    start, end = phases_of(5, "copy")
+    half = dataclasses.replace(end, moment="progress", time_s=0.5, done_bytes=MIB)
+    path = tmp_path / "trace.json"
+    with Trace(path) as trace, ProgressBar() as bar:
+        for event in start, half, end:
+            trace(event)
+            bar(event)
+    written = [each for each in json.loads(path.read_text()) if each["ph"] != "M"]
+    assert [each["ph"] for each in written] == ["B", "C", "E"]
+    assert written[1]["args"] == {"bytes": MIB}
+    assert "copy done" in screen()
+
+
 def test_progress_bar_shows_why_rich_cannot_be_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(ModuleNotFoundError, match=r"import of rich\.progress halted"):
