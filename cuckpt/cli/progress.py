@@ -10,6 +10,8 @@ from cuckpt.cli import screens
 from cuckpt.cli.ending import is_asked_to_end
 from cuckpt.events import Event
 
+_OTHERS = 68  # how long a line of the bar may be without the process
+
 
 def display(verb: str) -> "Bar | Lines":
     """Return what fits the standard error.
@@ -85,7 +87,7 @@ class Bar:
         self._progress = Progress(
             TextColumn("{task.fields[process]}", markup=False),
             TextColumn("{task.fields[phase]:10}", markup=False),
-            BarColumn(bar_width=12),
+            BarColumn(bar_width=8),
             TextColumn("{task.fields[result]}", markup=False),
             TimeElapsedColumn(),
             _stop_column(),
@@ -111,8 +113,8 @@ class Bar:
             self._progress.update(task, phase=event.phase, result=memory)
         elif event.moment == "progress":
             seconds = event.time_s - self._starts[event.pid]
-            done, total = event.done_bytes or 0, event.bytes or 0
-            result = f"{screens.size(done)} of {moved(total, done, seconds)}"
+            done, total = event.done_bytes or 0, event.bytes or 1
+            result = f"{100 * done // total}% of {moved(total, done, seconds)}"
             self._progress.update(task, total=total, completed=done, result=result)
         else:
             result = how_it_goes(event, self._moving)
@@ -122,7 +124,8 @@ class Bar:
 
     def _task(self, event: Event) -> Any:
         if event.pid not in self._tasks:
-            process = screens.process_text(event.pid, event.name)
+            room = max(8, self._progress.console.width - _OTHERS)
+            process = screens.process_text(event.pid, event.name)[:room]
             self._tasks[event.pid] = self._progress.add_task(
                 "", total=None, process=process, phase="", result=""
             )
@@ -136,7 +139,7 @@ def _stop_column() -> Any:
 
     class Stop(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text("stops after this" if is_asked_to_end() else "")
+            return Text("stopping" if is_asked_to_end() else "")
 
     return Stop()
 

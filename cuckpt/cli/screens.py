@@ -249,7 +249,7 @@ def say(text: str) -> None:
 
 
 def size(size_bytes: int) -> str:
-    """Return a size as text.
+    """Return a size as text of at most 9 letters up to 1 TiB.
 
     Parameters
     ----------
@@ -259,7 +259,9 @@ def size(size_bytes: int) -> str:
     -------
     str
     """
-    return f"{size_bytes / (1 << 20):.0f} MiB"
+    if size_bytes < 10 << 30:
+        return f"{size_bytes / (1 << 20):.0f} MiB"
+    return f"{size_bytes / (1 << 30):.1f} GiB"
 
 
 def duration(seconds: float) -> str:

@@ -492,7 +492,7 @@ def test_bar_shows_how_far_a_copy_is(cuda_machine, folder):
     assert status == 0
     assert "Traceback" not in shown
     plain = re.sub(r"\033\[[0-9;?]*[A-Za-z]", "", shown)
-    assert re.search(r"copy .*\d+ MiB of 1024 MiB, \d+ MiB/s", plain)
+    assert re.search(r"copy .*\d+% of 1024 MiB, \d+ MiB/s", plain)
 
 
 # Terminals and readers
