@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from cuckpt import Process, driver, proc
+from cuckpt.cli import verbs
 from cuckpt.simulator import Fault
 
 CUCKPT = str(Path(sysconfig.get_path("scripts")) / "cuckpt")
@@ -154,6 +155,24 @@ def checkpoint_until_death(pid):
         driver.checkpoint_process_checkpoint(pid)
 
 
+def test_ps_shows_the_pid_inside_of_a_container(targets, pids, monkeypatch, capsys):
+    def inside(pid):
+        return {
+            **read_status(pid),
+            "NSpid": f"{pid}\t7" if pid == pids[0] else str(pid),
+        }
+
+    read_status = proc.read_status
+    monkeypatch.setattr(proc, "read_status", inside)
+    assert verbs.main(["ps", "--tree", str(os.getpid())]) == 0
+    heading, *rows = map(str.split, capsys.readouterr().out.splitlines())
+    assert heading[:3] == ["PID", "NSPID", "NAME"]
+    assert [row[:3] for row in rows] == [
+        [str(pids[0]), "7", "python"],
+        [str(pids[1]), "-", "python"],
+    ]
+
+
 def test_ps_shortens_names_on_a_narrow_terminal_and_nothing_else(targets):
     wide = cuckpt("ps", *OURS).stdout.splitlines()
     status, shown = on_a_terminal("ps", *OURS, columns=20)
@@ -263,6 +282,30 @@ def test_device_map_that_cannot_be_is_told(targets, gpu_map, problem):
     assert result.stderr.startswith("cuckpt resume: ")
     assert problem in words(result.stderr)
     assert states(targets[:1]) == ["checkpointed"]
+
+
+def test_process_that_is_stopped_meanwhile_is_waited_for_and_named(
+    cuda_machine, targets
+):
+    cuda_machine.inject(Fault("checkpoint", delay_s=0.5))
+    pid = targets[0].pid
+    command = [CUCKPT, "suspend", str(pid)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not cuda_machine.calls["checkpoint"]:
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGSTOP)
+        while " waits: " not in (line := process.stderr.readline()):
+            assert line
+        os.kill(pid, signal.SIGCONT)
+        process.stderr.read()
+        assert process.wait(60) == 0
+    assert line.startswith(f"{pid} python: checkpoint waits: ")
+    assert "stopped" in line
+
+
+def test_time_limit_may_be_without_end(targets, pids):
+    assert cuckpt("suspend", *pids, "--timeout-s", "inf").returncode == 0
+    assert states(targets) == ["checkpointed"] * 2
 
 
 def test_trace_is_written(targets, pids, tmp_path):
