@@ -26,7 +26,6 @@ _MODULES = {
 _EXPECTED = (
     errors.DriverError,
     ImportError,
-    LookupError,
     OSError,
     RuntimeError,
     ValueError,
@@ -48,21 +47,24 @@ def main(argv: Sequence[str]) -> int:
     """
     whole = parser()
     arguments = whole.parse_args(argv)
-    if arguments.verb is None:
-        whole.print_help()
-        return 0
+    name = f"cuckpt {arguments.verb}" if arguments.verb else "cuckpt"
     try:
         with signals_raise():
-            status = _run(arguments)
+            status = _run(arguments) if arguments.verb else _help(whole)
     except Ended as end:
-        screens.say(f"cuckpt {arguments.verb}: {end}")
+        screens.say(f"{name}: {end}")
         return end.status
     problem = _flush()
     if problem is None or status:
         return status
     if not isinstance(problem, BrokenPipeError):  # else whoever reads has enough
-        screens.say(f"cuckpt {arguments.verb}: {screens.error_text(problem)}")
+        screens.say(f"{name}: {screens.error_text(problem)}")
     return 1
+
+
+def _help(whole: argparse.ArgumentParser) -> int:
+    whole.print_help()
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:
