@@ -48,8 +48,9 @@ cdef struct chunk_t:
     int64_t file, direct    # descriptors; direct is one with O_DIRECT, or -1
 
 cdef struct slot_t:
-    uint64_t address        # of the buffer
-    uint64_t stream, event
+    char *address           # of the buffer
+    void *stream
+    void *event
 
 cdef struct digest_t:
     uint64_t low, high
@@ -277,15 +278,15 @@ cdef int save_lane(lane_t *lane, Py_ssize_t first, bint checksums) noexcept nogi
         if cuckpt_is_set(lane.stop):
             return failed(lane, STOPPED, i, 0)
         chunk, slot = lane.chunks + i, lane.slots + i % lane.slot_count
-        result = lane.wait(<void *> <uintptr_t> slot.event)
+        result = lane.wait(slot.event)
         if result:
             return failed(lane, CUDA_FAILED, i, result)
         chunk.place = end_before(lane, i)
-        if is_zero(<char *> <uintptr_t> slot.address, chunk.size):
+        if is_zero(slot.address, chunk.size):
             chunk.kind = ZEROS
         else:
             chunk.kind = STORED if checksums else UNCHECKED
-            result = write_chunk(lane, chunk, <char *> <uintptr_t> slot.address)
+            result = write_chunk(lane, chunk, slot.address)
             if result:
                 return failed(lane, WRITE_FAILED, i, result)
         cuckpt_add(lane.counter, chunk.size)
@@ -300,9 +301,8 @@ cdef int fetch(lane_t *lane, Py_ssize_t number) noexcept nogil:
     cdef chunk_t *chunk = lane.chunks + number
     cdef slot_t *slot = lane.slots + number % lane.slot_count
     cdef int result = lane.from_gpu(
-        <void *> <uintptr_t> slot.address, lane.device_pointer + chunk.offset, chunk.size,
-        <void *> <uintptr_t> slot.stream)
-    return result or lane.record(<void *> <uintptr_t> slot.event, <void *> <uintptr_t> slot.stream)
+        slot.address, lane.device_pointer + chunk.offset, chunk.size, slot.stream)
+    return result or lane.record(slot.event, slot.stream)
 
 
 cdef uint64_t end_before(lane_t *lane, Py_ssize_t number) noexcept nogil:
@@ -375,16 +375,15 @@ cdef int load_lane(lane_t *lane, Py_ssize_t first) noexcept nogil:
         if cuckpt_is_set(lane.stop):
             return failed(lane, STOPPED, i, 0)
         chunk, slot = lane.chunks + i, lane.slots + i % lane.slot_count
-        result = lane.wait(<void *> <uintptr_t> slot.event)
+        result = lane.wait(slot.event)
         if result:
             return failed(lane, CUDA_FAILED, i, result)
-        result = read_chunk(lane, i, <char *> <uintptr_t> slot.address)
+        result = read_chunk(lane, i, slot.address)
         if result != DONE:
             return result
         result = lane.to_gpu(
-            lane.device_pointer + chunk.offset, <void *> <uintptr_t> slot.address, chunk.size,
-            <void *> <uintptr_t> slot.stream)
-        result = result or lane.record(<void *> <uintptr_t> slot.event, <void *> <uintptr_t> slot.stream)
+            lane.device_pointer + chunk.offset, slot.address, chunk.size, slot.stream)
+        result = result or lane.record(slot.event, slot.stream)
         if result:
             return failed(lane, CUDA_FAILED, i, result)
         cuckpt_add(lane.counter, chunk.size)
@@ -394,7 +393,8 @@ cdef int load_lane(lane_t *lane, Py_ssize_t first) noexcept nogil:
 cdef int read_chunk(lane_t *lane, Py_ssize_t number, char *memory) noexcept nogil:
     cdef chunk_t *chunk = lane.chunks + number
     cdef uint64_t start = 0, piece = PIECE, wanted
-    cdef bint direct = chunk.direct >= 0 and (chunk.kind & FRESH or not is_cached(chunk))
+    cdef bint fresh = chunk.kind & FRESH
+    cdef bint direct = chunk.direct >= 0 and (fresh or not is_cached(chunk))
     cdef int file = <int> (chunk.direct if direct else chunk.file)
     cdef ssize_t found
     cdef digest_t digest
