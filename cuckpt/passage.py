@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cuckpt import driver, gpu_map as maps, nvml, proc, uuids
+from cuckpt import driver, gpu_map as maps, nvml, proc, remembered, uuids
 from cuckpt.events import Event, Phase, Watcher
 from cuckpt.process_errors import (
     NoRoomError,
@@ -216,7 +216,7 @@ class Passage:
         if not needed:
             self.note(
                 "not checked: free memory: how much it needs is not known, since "
-                "another program suspended it, or without NVML"
+                "something else suspended it, or without NVML"
             )
         if gpu_map is None:
             gpus = self.noted("free memory", nvml.gpus) if needed else None
@@ -296,8 +296,12 @@ class Passage:
 
     def _arrive(self, verb: str) -> None:
         self._state, self._begun = self.after[verb], None
-        if verb == "restore":
+        used = self.process._used_bytes
+        if verb == "checkpoint" and used:
+            remembered.keep(self.process._key, used)
+        elif verb == "restore":
             self._keep_where_it_is()
+            remembered.forget(self.process._key)
 
     def _accept(self, verb: str, error: driver.DriverError) -> None:
         """Raise an error again, unless what was to be done is."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from cuckpt import driver, gpu_map as maps, nvml, proc, uuids
+from cuckpt import driver, gpu_map as maps, nvml, proc, remembered, uuids
 from cuckpt.events import Teller, Watcher, watchers_of
 from cuckpt.lookout import Lookout
 from cuckpt.passage import Outcome, Passage, State, state_text
@@ -535,7 +535,9 @@ class Process:
 
     @property
     def _used_bytes(self) -> dict[str, int] | None:
-        return _used_bytes_of.get(self._key)
+        if self._key not in _used_bytes_of:
+            return remembered.recall(self._key)
+        return _used_bytes_of[self._key]
 
     @_used_bytes.setter
     def _used_bytes(self, used: dict[str, int] | None) -> None:

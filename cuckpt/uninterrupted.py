@@ -38,9 +38,16 @@ def uninterrupted(do: "Callable[[threading.Event], _T]") -> _T:
     try:
         # This may raise, when it has blocked them, what a handler does.
         signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
-        return _in_a_thread(do)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        result = _in_a_thread(do)
+    except BaseException as problem:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        except BaseException as interrupt:
+            _note(interrupt, problem)
+            raise interrupt from None
+        raise
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return result
 
 
 def _in_a_thread(do: "Callable[[threading.Event], _T]") -> _T:
@@ -86,14 +93,21 @@ def _in_a_thread(do: "Callable[[threading.Event], _T]") -> _T:
             interrupts.append(error)
     if interrupts:
         for failed in problem:
-            if not isinstance(failed, KeyboardInterrupt):
-                interrupts[-1].add_note(str(failed))
-            for note in getattr(failed, "__notes__", ()):
-                interrupts[-1].add_note(note)
+            _note(interrupts[-1], failed)
         raise interrupts[-1]
     if problem:
         raise problem[0]
     return result[0]
+
+
+def _note(interrupt: BaseException, problem: BaseException) -> None:
+    """Add what failed to the exception that takes its place."""
+    if interrupt is problem:
+        return
+    if not isinstance(problem, KeyboardInterrupt):
+        interrupt.add_note(str(problem))
+    for note in getattr(problem, "__notes__", ()):
+        interrupt.add_note(note)
 
 
 def is_asked_to_end() -> bool:

@@ -1,0 +1,103 @@
+"""What suspended processes need is known to other programs as well."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from cuckpt import proc, remembered
+from cuckpt.process import Process
+from cuckpt.process_errors import NoRoomError
+from cuckpt.target import Target
+
+pytestmark = pytest.mark.thread_unsafe(reason="one machine, and other processes")
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    path = tmp_path / "remembered"
+    monkeypatch.setattr(remembered, "_path", lambda: str(path))
+    return path
+
+
+def own_key():
+    return os.getpid(), proc.start_time(os.getpid())
+
+
+@pytest.mark.cuda_machine(memory_bytes=64 * MIB)
+def test_other_program_refuses_a_restore_without_room(cuda_machine, tmp_path):
+    target = cuda_machine.spawn({0: 40 * MIB})
+    suspend = f"""
+import sys
+from cuckpt import Process, remembered
+remembered._path = lambda: {os.fspath(tmp_path / "remembered")!r}
+Process(int(sys.argv[1])).suspend()
+"""
+    command = [sys.executable, "-P", "-c", suspend, str(target.pid)]
+    subprocess.run(command, check=True, timeout=60)
+    process = Process(target.pid)
+    with Target({0: 40 * MIB}), pytest.raises(NoRoomError, match="40 MiB are needed"):
+        process.resume()
+    process.resume()
+    target.check()
+    assert remembered.recall(process._key) is None
+
+
+def test_what_is_kept_is_recalled_until_it_is_forgotten(folder):
+    assert remembered.recall(own_key()) is None
+    remembered.keep(own_key(), {"GPU-1": 5})
+    assert remembered.recall(own_key()) == {"GPU-1": 5}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(f.stat().st_mode) for f in folder.iterdir()] == [0o600]
+    remembered.forget(own_key())
+    remembered.forget(own_key())
+    assert remembered.recall(own_key()) is None
+
+
+def test_dead_processes_are_forgotten(folder):
+    with subprocess.Popen(["sleep", "100"]) as process:
+        remembered.keep((process.pid, proc.start_time(process.pid)), {"GPU-1": 5})
+        process.kill()
+    remembered.keep(own_key(), {"GPU-1": 5})
+    assert len(os.listdir(folder)) == 1
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", "[1]", '{"GPU-1": "5"}', "\0"])
+def test_nonsense_is_nothing(folder, content):
+    remembered.keep(own_key(), {})
+    (file,) = folder.iterdir()
+    file.write_text(content)
+    assert remembered.recall(own_key()) is None
+
+
+def test_folder_of_others_and_links_are_not_used(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    remembered.keep(own_key(), {"GPU-1": 5})
+    assert os.listdir(tmp_path / "elsewhere") == []
+    folder.unlink()
+    folder.mkdir()
+    folder.chmod(0o777)
+    remembered.keep(own_key(), {"GPU-1": 5})
+    assert os.listdir(folder) == []
+    folder.chmod(0o700)
+    secret = tmp_path / "secret"
+    secret.write_text(json.dumps({"GPU-1": 5}))
+    (folder / f"{own_key()[0]}-{own_key()[1]}").symlink_to(secret)
+    assert remembered.recall(own_key()) is None
+
+
+def test_folder_is_the_users(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert remembered._path() == "/run/cuckpt"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    assert remembered._path() == "/run/user/1000/cuckpt"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert remembered._path() == "/tmp/cuckpt-1000"
