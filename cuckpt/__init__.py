@@ -9,7 +9,23 @@ neither a driver nor a third-party package.
 
 import importlib
 
-_MODULES = ("driver", "errors", "structs", "uuids")
+# Not from typing, which takes long to import.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from cuckpt import (
+        driver as driver,
+        errors as errors,
+        storage as storage,
+        structs as structs,
+        uuids as uuids,
+    )
+    from cuckpt.diagnosis import doctor as doctor
+    from cuckpt.group import ProcessGroup as ProcessGroup
+    from cuckpt.process import Process as Process
+
+    __version__: str
+
+_MODULES = ("driver", "errors", "storage", "structs", "uuids")
 _NAMES = {
     "Process": "process",
     "ProcessGroup": "group",

@@ -228,6 +228,19 @@ def _process(pid: int, usable: bool) -> Iterator[Finding]:
             "problem", subject, "is lost", "it can be restored no more", "end it"
         )
         return
+    if state in ("checkpointing", "restoring"):
+        yield Finding(
+            "problem",
+            subject,
+            f"{process.name}, {state}",
+            "somebody moves its memory to or from an image, and only that program can "
+            "end this",
+            "wait for it; if it has ended, end this process: its GPU memory is lost",
+        )
+        return
+    image = process._image if state == "checkpointed" else None
+    if image is not None:
+        state += f", its GPU memory is in {image[0]}"
     numbers = proc.facts(pid)
     inside = numbers.namespace_pids[1:] if numbers else ()
     also = f", pid {inside[-1]} in its container" if inside else ""

@@ -56,6 +56,9 @@ class ProcessGroup:
         self._skipped: dict[int, str] = {}
         self._look_for_members()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.pids}>"
+
     @classmethod
     def from_pids(cls, pids: Iterable[int], **options: Any) -> "ProcessGroup":
         """Make a group of these processes.

@@ -353,7 +353,7 @@ class Run:
                 {
                     pid: self.initial[pid]
                     for pid, passage in self._passages.items()
-                    if pid in self.initial and not passage.is_moved_by_others
+                    if pid in self.initial and not passage.is_left_alone
                 }
             )
             for pid, passage in self._passages.items():

@@ -43,6 +43,7 @@ _AFTER = {
     "unlock": State.RUNNING,
 }
 WHAT_MAKES_ROOM = "free memory on that GPU, or resume with a gpu_map"
+WHAT_MAY_HELP = "; recover() may once that has changed"
 _MAX_TIMEOUT_MS = (1 << 32) - 1
 _ATTEMPTS_TO_GO_BACK = 3
 _LONGEST_FIRST_LOCK_S = 10.0
@@ -188,7 +189,8 @@ class Passage:
             raise ProcessBusyError(
                 self.process.pid,
                 f"is {state_text(state).upper()}: somebody moves its memory through "
-                "custom storage and has to complete that",
+                "custom storage and has to complete that; if that program has ended, "
+                "only the end of this process is left",
             )
         if state not in (State.RUNNING, State.LOCKED, State.CHECKPOINTED):
             raise ProcessLostError(
@@ -196,7 +198,7 @@ class Passage:
                 f"is {state_text(state).upper()}: nothing helps any more",
             )
         self.initial = self._state = State(state)
-        if state != State.CHECKPOINTED:
+        if state != State.CHECKPOINTED and self.process._image is not None:
             self.process._image = None  # another program has loaded it
         if state == State.RUNNING:
             self.process._used_bytes = self.noted(
@@ -234,7 +236,7 @@ class Passage:
         if image is not None and not self.takes_images:
             raise ProcessSavedError(
                 self.process.pid,
-                f"has its GPU memory in {image}: load() brings it back",
+                f"has its GPU memory in {image[0]}: load() brings it back",
             )
 
     def total_bytes(self) -> int:
@@ -298,7 +300,7 @@ class Passage:
         self._state, self._begun = self.after[verb], None
         used = self.process._used_bytes
         if verb == "checkpoint" and used:
-            remembered.keep(self.process._key, used)
+            remembered.keep(self.process._key, used_bytes=used)
         elif verb == "restore":
             self._keep_where_it_is()
             remembered.forget(self.process._key)
@@ -445,13 +447,18 @@ class Passage:
 
     def bring_back(self, initial: int) -> None:
         """Undo what was done, unless somebody else has gone on from there."""
-        if not self.is_moved_by_others:
+        if not self.is_left_alone:
             self.go_back(initial)
         self.note_how_it_is(initial)
 
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether nothing is undone, since somebody else has gone on from there."""
+        return self.is_moved_by_others
+
     def note_how_it_is(self, initial: int) -> None:
         """Note what is not as before, though it should have been brought back."""
-        if self.is_moved_by_others:
+        if self.is_left_alone:
             self.note("it is left as it is, since another program moves it")
         elif self._new_gpus and initial == State.CHECKPOINTED:
             gpus = ", ".join(map(uuids.to_text, self._new_gpus))
@@ -483,7 +490,7 @@ class Passage:
         return ProcessLeftError(
             self.process.pid,
             f"is {state} and could not be brought back to {state_text(initial)}: "
-            f"{error}; recover() may once that has changed",
+            f"{error}{WHAT_MAY_HELP}",
         )
 
     def refuse_without_room(self) -> None:

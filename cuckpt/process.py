@@ -34,7 +34,7 @@ _TIMES_TO_ASK = 4
 # one need not have suspended it with the same object.
 _used_bytes_of: dict[tuple[int, int | None], dict[str, int]] = {}
 _lost: set[tuple[int, int | None]] = set()
-_images: dict[tuple[int, int | None], str] = {}
+_images: dict[tuple[int, int | None], list[str]] = {}
 
 
 class Process:
@@ -536,7 +536,7 @@ class Process:
     @property
     def _used_bytes(self) -> dict[str, int] | None:
         if self._key not in _used_bytes_of:
-            return remembered.recall(self._key)
+            return remembered.recall(self._key).get("used_bytes")
         return _used_bytes_of[self._key]
 
     @_used_bytes.setter
@@ -547,16 +547,20 @@ class Process:
             _used_bytes_of[self._key] = used
 
     @property
-    def _image(self) -> str | None:
-        """The image that this program has saved it to, and not loaded it from."""
-        return _images.get(self._key)
+    def _image(self) -> list[str] | None:
+        """The image that it was saved to, and not loaded from: folder and checksum."""
+        if self._key not in _images:
+            return remembered.recall(self._key).get("image")
+        return _images[self._key]
 
     @_image.setter
-    def _image(self, path: str | None) -> None:
-        if path is None:
+    def _image(self, image: list[str] | None) -> None:
+        if image is None:
             _images.pop(self._key, None)
+            remembered.forget(self._key)
         else:
-            _images[self._key] = path
+            _images[self._key] = image
+            remembered.keep(self._key, image=image)
 
     @property
     def _is_lost(self) -> bool:

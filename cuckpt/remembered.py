@@ -1,6 +1,7 @@
-"""How much GPU memory suspended processes need, kept for other programs.
+"""What is known of suspended processes, kept for other programs.
 
-Who resumes a process need not be who has suspended it, and NVML does not tell any more.
+Who resumes a process need not be who has suspended it, and NVML does not tell any more
+how much GPU memory it needs, nor anybody which image holds that.
 A file for each, in a folder of this user's that a boot clears: a help, without which
 all works as well.
 """
@@ -10,34 +11,35 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from typing import Any
 
 from cuckpt import proc
 
 Key = tuple[int, int | None]  # pid and start time
 
 
-def keep(key: Key, used_bytes: Mapping[str, int]) -> None:
-    """Keep what a process has used.
+def keep(key: Key, **facts: Any) -> None:
+    """Keep something of a process, besides what is kept.
 
     Parameters
     ----------
     key : tuple of int
         Its pid and start time.
-    used_bytes : mapping of str to int
-        By the UUID of the GPU.
+    **facts
+        `used_bytes`, by the UUID of the GPU; `image`, its folder and checksum.
     """
+    facts = {**recall(key), **facts}
     with contextlib.suppress(OSError), _opened() as folder:
         _forget_the_dead(folder)
         new = f"new-{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(new, flags, 0o600, dir_fd=folder), "w") as file:
-            json.dump(dict(used_bytes), file)
+            json.dump(facts, file)
         os.replace(new, _name(key), src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def recall(key: Key) -> dict[str, int] | None:
-    """Return what a process has used; None if nobody has kept it.
+def recall(key: Key) -> dict[str, Any]:
+    """Return what is kept of a process.
 
     Parameters
     ----------
@@ -46,15 +48,38 @@ def recall(key: Key) -> dict[str, int] | None:
 
     Returns
     -------
-    dict of str to int or None
+    dict
+        Those facts of `keep` that are kept.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    with contextlib.suppress(OSError, ValueError), _opened() as folder:
-        with os.fdopen(os.open(_name(key), flags, dir_fd=folder)) as file:
-            found = json.load(file)
-        if isinstance(found, dict) and all(type(n) is int for n in found.values()):
-            return found
-    return None
+    found = None
+    with (
+        contextlib.suppress(OSError, ValueError),
+        _opened() as folder,
+        os.fdopen(os.open(_name(key), flags, dir_fd=folder)) as file,
+    ):
+        found = json.load(file)
+    facts = found if isinstance(found, dict) else {}
+    return {
+        name: value
+        for name, value in facts.items()
+        if name in _KINDS and _KINDS[name](value)
+    }
+
+
+def _is_memory(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(n) is int for n in value.values())
+
+
+def _is_image(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(text, str) for text in value)
+    )
+
+
+_KINDS = {"used_bytes": _is_memory, "image": _is_image}
 
 
 def forget(key: Key) -> None:

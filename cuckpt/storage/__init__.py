@@ -13,7 +13,8 @@ from cuckpt import driver
 from cuckpt.errors import catchable
 from cuckpt.group_run import GroupError, GroupReport
 from cuckpt.passage import Outcome
-from cuckpt.process_errors import ProcessGoneError
+from cuckpt.process_errors import NoMembersError, ProcessGoneError
+from cuckpt.storage.copier import MAX_WORKERS
 from cuckpt.storage.cuda import release
 from cuckpt.storage.errors import ImageError
 from cuckpt.storage.folder import OldImage, Path
@@ -85,7 +86,7 @@ def verify(path: Path) -> Image:
     with OldImage(path) as old:
         image = parse(old.manifest, old.path)
         old.open_all({stripe.file: stripe.size for stripe in image.stripes})
-        workers = len(os.sched_getaffinity(0))
+        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
         wrong = damages(old, image.stripes, workers)
     if wrong:
         raise ImageError("\n  ".join([f"{image.path} is damaged:", *wrong]))
@@ -102,9 +103,13 @@ def save_group(
     dry_run: bool,
 ) -> GroupReport:
     """Save all members; see `ProcessGroup.save`."""
+    if isinstance(fallback, str | bytes | os.PathLike):
+        raise TypeError("fallback must be a sequence of folders, not one")
     deadline = deadline_in(timeout_s)
     _require_custom_storage()
     run = SaveRun(group, path, deadline, fallback, replace, durable)
+    if dry_run:
+        return uninterrupted(lambda cancelled: run.save(cancelled, dry_run))
     return group._suspending(lambda cancelled: run.save(cancelled, dry_run))
 
 
@@ -135,9 +140,14 @@ def _alone(process: "Process", do: "Callable[[ProcessGroup], GroupReport]") -> O
     """Do with a process what is done with groups; its error is raised itself."""
     from cuckpt.group import ProcessGroup
 
-    process._refuse()
+    process._read_state()  # which raises if it cannot be asked
     try:
         report = do(ProcessGroup._of(process))
+    except NoMembersError as error:
+        why = error.skipped.get(process.pid, "has ended")
+        raise ProcessGoneError(
+            process.pid, f"cannot be saved or loaded: {why}"
+        ) from None
     except GroupError as error:
         (problem,) = error.exceptions
         for note in error.report.outcomes[process.pid].notes:

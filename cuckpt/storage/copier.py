@@ -11,7 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from cuckpt.storage.lanes import Crew, LoadLane, SaveLane, functions
-from cuckpt.storage.manifest import MAX_CHUNK_BYTES, Chunk, Stripe, Zeros
+from cuckpt.storage.manifest import (
+    MAX_CHUNK_BYTES,
+    Chunk,
+    Content,
+    Stripe,
+    Zeros,
+)
 from cuckpt.storage.stripes import BLOCK, StripeFile, padded
 
 # Fewer and longer copies would wait for each other, more would wait for the driver.
@@ -39,19 +45,6 @@ class Region(NamedTuple):
     gpu: int
 
 
-class Content(NamedTuple):
-    """What of a region is where.
-
-    Attributes
-    ----------
-    stripes : list of Stripe
-    zeros : list of Zeros
-    """
-
-    stripes: list[Stripe]
-    zeros: list[Zeros]
-
-
 class Target(Protocol):
     """Where files are made, such as `cuckpt.storage.folder.NewImage`."""
 
@@ -75,7 +68,7 @@ class Copier:
     Parameters
     ----------
     chunk_bytes : int
-        A multiple of 4096, up to 64 MiB.
+        A multiple of 4096, up to 16 MiB.
     workers : int, optional
         How many threads; one for each CPU that this process may use, 16 at most, if
         left out. Each needs host memory for a few chunks.

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -64,10 +65,10 @@ class Slot:
     """
 
     def __init__(self, size: int) -> None:
-        self._buffer = take_buffer(size)
-        self.view, self.address = self._buffer.view, self._buffer.address
         self._stream = call("cuStreamCreate", _NON_BLOCKING)
         self._event = call("cuEventCreate", _SLEEPS)
+        self._buffer = take_buffer(size)
+        self.view, self.address = self._buffer.view, self._buffer.address
 
     def fetch(self, device_pointer: int, size: int) -> None:
         """Begin to copy from the GPU to the buffer."""
@@ -189,7 +190,8 @@ def gpu_of(stream: int) -> int:
 
 
 def take_buffer(size: int) -> Buffer:
-    """Return a buffer that nobody uses; a new one if there is none."""
+    """Return a buffer of at least this size that nobody uses; or a new one."""
+    size = 1 << max(16, (size - 1).bit_length())  # so that there are few sizes
     with _lock:
         free = _pool.get(size)
         if free:
@@ -201,6 +203,18 @@ def give_buffer(buffer: Buffer) -> None:
     """Keep a buffer for the next who takes one of its size."""
     with _lock:
         _pool.setdefault(buffer.size, []).append(buffer)
+
+
+def _forget() -> None:
+    """Begin anew in a forked child, which cannot use CUDA."""
+    global _lock, _users
+    _lock = threading.Lock()
+    _users = 0
+    _contexts.clear()
+    _pool.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 @contextlib.contextmanager

@@ -13,22 +13,27 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import secrets
 import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 from cuckpt import proc
 from cuckpt.storage.errors import ImageError
-from cuckpt.storage.stripes import StripeFile, padded, without_cache
+from cuckpt.storage.manifest import Content, Stripe
+from cuckpt.storage.stripes import StripeFile, padded
+from cuckpt.storage.threads import at_once
 
 MANIFEST = "manifest.json"
+_NEW, _OLD = f"{MANIFEST}.new", f"{MANIFEST}.old"
 _USERS = "loaded"
-_PART = re.compile(r"[0-9a-f]{8}-[0-9]{1,6}\.stripe|manifest\.json(\.new)?|loaded")
+_PART = re.compile(
+    r"[0-9a-f]{8}-[0-9]{1,6}\.stripe|manifest\.json(\.new|\.old)?|loaded"
+)
 _RESERVING = 16
-_MAX_MANIFEST_BYTES = 1 << 28
+_MAX_MANIFEST_BYTES = 1 << 25
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -71,6 +76,7 @@ class NewImage:
         self._count = 0
         self._lock = threading.Lock()
         self._published = False
+        self._names: set[str] = set()
         with _friendly(self.path):
             self._is_new = _make(self.path)
             self._folder = os.open(self.path, _FOLDER)
@@ -97,11 +103,24 @@ class NewImage:
             )
         if MANIFEST in names and not replace:
             raise FileExistsError(
-                f"{self.path} holds an image already: remove it, or say that it is to "
-                "be replaced"
+                f"{self.path} holds an image already: remove it, or have it replaced "
+                "(replace=True)"
             )
-        if MANIFEST not in names:  # of who was killed in the middle
+
+    def _remove_what_was_left(self) -> None:
+        """Remove the files of who was killed in the middle."""
+        names = os.listdir(self._folder)
+        if MANIFEST not in names:
             self._remove(names)
+
+    def _check_limit(self, size: int) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit != resource.RLIM_INFINITY and size > limit:
+            raise OSError(
+                errno.EFBIG,
+                f"files of {size} bytes are needed, {limit} are allowed (ulimit -f)",
+                self.path,
+            )
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """Take space for files of these sizes.
@@ -112,12 +131,15 @@ class NewImage:
             If there is too little; with the sizes.
         """
         wanted = [padded(size) for size in sizes]
+        self._remove_what_was_left()
         self.check_room(sum(wanted))
+        self._check_limit(max(wanted, default=0))
         with _friendly(self.path):
-            self._reserved = [self._new() for _ in wanted]
+            for _ in wanted:
+                self._reserved.append(self._new())
             # In memory it takes as long as to write, by one thread.
-            with ThreadPoolExecutor(_RESERVING, "cuckpt reserves") as threads:
-                list(threads.map(StripeFile.reserve, self._reserved, wanted))
+            pairs = zip(self._reserved, wanted, strict=True)
+            at_once(lambda pair: pair[0].reserve(pair[1]), pairs, _RESERVING)
 
     def check_room(self, size: int) -> None:
         """Raise if less is free than so many bytes."""
@@ -142,21 +164,25 @@ class NewImage:
                 self._reserved.remove(file)
             else:
                 file = self._reserved.pop() if self._reserved else self._new()
-                # One that fails in the middle has filled the disk.
+            self._files.append(file)
+            if not enough:
+                # A reservation that fails in the middle has filled the disk.
                 self.check_room(padded(size) - file.reserved_bytes)
                 file.reserve(padded(size))
-            self._files.append(file)
             return file
 
     def _new(self) -> StripeFile:
         name = f"{self._token}-{self._count}.stripe"
         self._count += 1
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE
-        file = os.open(name, flags, 0o600, dir_fd=self._folder)
-        direct = None
+        file = StripeFile(name, os.open(name, flags, 0o600, dir_fd=self._folder))
         if self._durable:
-            direct = without_cache(name, os.O_RDWR | _FILE, self._folder)
-        return StripeFile(name, file, direct)
+            try:
+                file.open_direct(os.O_RDWR | _FILE, self._folder)
+            except BaseException:
+                file.close()
+                raise
+        return file
 
     def file(self, name: str) -> StripeFile:
         """Return a file that was created."""
@@ -170,6 +196,8 @@ class NewImage:
     def publish(self, manifest: bytes, names: Collection[str]) -> None:
         """Make it an image, in the place of one that is there.
 
+        That one is kept until `commit`, so that `withdraw` brings it back.
+
         Parameters
         ----------
         manifest : bytes
@@ -181,36 +209,78 @@ class NewImage:
         OSError
             If that cannot be. There is no image then, or the one of before.
         """
+        self._names = {*names, MANIFEST}
         with _friendly(self.path):
             for file in self._reserved:
                 file.close()
             self._reserved.clear()
-            name = MANIFEST + ".new"
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self._folder)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
-            with os.fdopen(
-                os.open(name, flags, 0o600, dir_fd=self._folder), "wb"
-            ) as new:
-                new.write(manifest)
-                new.flush()
-                if self._durable:
-                    os.fsync(new.fileno())
+            self._write_manifest(manifest)
             if self._durable:
                 os.fsync(self._folder)  # the names of the stripes
-            os.replace(name, MANIFEST, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_OLD, dir_fd=self._folder)
+            with contextlib.suppress(FileNotFoundError):
+                os.link(
+                    MANIFEST, _OLD, src_dir_fd=self._folder, dst_dir_fd=self._folder
+                )
+            self._rename(_NEW, MANIFEST)
             self._published = True
             if self._durable:
                 os.fsync(self._folder)
                 _sync_folder(os.path.dirname(self.path))
-        with contextlib.suppress(OSError):  # of the image of before, or all zeros
-            self._remove({*os.listdir(self._folder)} - {*names, MANIFEST})
+
+    def _write_manifest(self, manifest: bytes) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_NEW, dir_fd=self._folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
+        new = os.open(_NEW, flags, 0o600, dir_fd=self._folder)
+        with os.fdopen(new, "wb") as file:
+            file.write(manifest)
+            file.flush()
+            if self._durable:
+                os.fsync(file.fileno())
+
+    def _rename(self, old: str, new: str) -> None:
+        os.replace(old, new, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
     def withdraw(self) -> None:
-        """Undo `publish`."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(MANIFEST, dir_fd=self._folder)
-        self._published = False
+        """Undo `publish`, and give up what was written: nobody needs it."""
+        if self._published:
+            try:
+                self._take_away()
+            except OSError:
+                return  # then it stays, and is whole
+            self._published = False
+        self._give_up()
+
+    def _take_away(self) -> None:
+        try:
+            self._rename(_OLD, MANIFEST)
+        except FileNotFoundError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(MANIFEST, dir_fd=self._folder)
+
+    def commit(self) -> None:
+        """Remove what is left of the image of before."""
+        with contextlib.suppress(OSError):
+            self._remove({*os.listdir(self._folder)} - self._names)
+
+    def add_user(self, identity: str) -> None:
+        """As `OldImage.add_user`."""
+        self._names.add(_USERS)
+        _add_user(self._folder, identity)
+
+    def _give_up(self) -> None:
+        for file in *self._files, *self._reserved:
+            file.close()
+        self._files.clear()
+        self._reserved.clear()
+        with contextlib.suppress(OSError):
+            self._remove(
+                name
+                for name in os.listdir(self._folder)
+                if name.startswith(self._token) or name == _NEW
+            )
 
     def __enter__(self) -> "NewImage":
         return self
@@ -222,18 +292,16 @@ class NewImage:
         """Close it; remove what was not published."""
         if self._folder < 0:
             return
-        for file in *self._files, *self._reserved:
-            file.close()
-        if not self._published:
-            with contextlib.suppress(OSError):
-                self._remove(
-                    name
-                    for name in os.listdir(self._folder)
-                    if name.startswith(self._token) or name == MANIFEST + ".new"
-                )
-                if self._is_new:
+        if self._published:
+            self.commit()
+            for file in self._files:
+                file.close()
+        else:
+            self._give_up()
+            if self._is_new:
+                with contextlib.suppress(OSError):
                     os.rmdir(self.path)
-        os.close(self._folder)
+        _close(self._folder)
         self._folder = -1
 
     def _remove(self, names: Iterable[str]) -> None:
@@ -306,8 +374,8 @@ class OldImage:
                 raise ImageError(
                     f"{self.path} is incomplete: {name} is missing"
                 ) from None
-            direct = without_cache(name, os.O_RDONLY | _FILE, self._folder)
-            self._files[name] = StripeFile(name, file, direct)
+            self._files[name] = StripeFile(name, file)
+            self._files[name].open_direct(os.O_RDONLY | _FILE, self._folder)
             found = self._files[name].size()
             if found != size:
                 raise ImageError(
@@ -335,12 +403,7 @@ class OldImage:
         OSError
             If that cannot be written.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FILE
-        file = os.open(_USERS, flags, 0o600, dir_fd=self._folder)
-        try:
-            os.write(file, f"{identity}\n".encode())
-        finally:
-            os.close(file)
+        _add_user(self._folder, identity)
 
     def _open(self, name: str) -> int:
         try:
@@ -361,7 +424,7 @@ class OldImage:
         for file in self._files.values():
             file.close()
         self._files.clear()
-        os.close(self._folder)
+        _close(self._folder)
 
 
 class InMemory:
@@ -403,6 +466,32 @@ class InMemory:
         """Return a file that was created."""
         return self._files[name]
 
+    def move(self, content: Content, image: NewImage) -> Content:
+        """Copy what is in memory to a folder.
+
+        Parameters
+        ----------
+        content : Content
+        image : NewImage
+
+        Returns
+        -------
+        Content
+            With the names that the files have there.
+
+        Raises
+        ------
+        OSError
+        """
+        stripes = []
+        for stripe in content.stripes:
+            file = image.create(stripe.size)
+            file.copy_from(self.file(stripe.file), stripe.size)
+            file.finish(stripe.size)
+            image.sync(file)
+            stripes.append(Stripe(file.name, stripe.size, stripe.chunks))
+        return Content(stripes, content.zeros)
+
     def __enter__(self) -> "InMemory":
         return self
 
@@ -429,12 +518,29 @@ def _lock(folder: int, path: str, how: int) -> None:
         ) from None
 
 
-def _sync_folder(path: str) -> None:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _close(folder: int) -> None:
+    """Close a folder; a forked child that has it as well must not keep it locked."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(folder, fcntl.LOCK_UN)
+    os.close(folder)
+
+
+def _add_user(folder: int, identity: str) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FILE
+    file = os.open(_USERS, flags, 0o600, dir_fd=folder)
     try:
-        os.fsync(folder)
+        os.write(file, f"{identity}\n".encode())
     finally:
-        os.close(folder)
+        os.close(file)
+
+
+def _sync_folder(path: str) -> None:
+    with contextlib.suppress(PermissionError):  # of somebody else, not to be opened
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 @contextlib.contextmanager
@@ -443,6 +549,12 @@ def _friendly(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(path)):
+            raise OSError(
+                error.errno, "the folder that it is to be in is not there", path
+            ) from None
+        if error.filename and not os.path.isabs(error.filename):
+            error.filename = os.path.join(path, error.filename)
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(path):
             raise OSError(
                 error.errno, "is a link, which is not followed", path

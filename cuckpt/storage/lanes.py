@@ -7,7 +7,6 @@ import functools
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from cuckpt import driver
@@ -18,12 +17,12 @@ from cuckpt.storage.checksum import addresses_of_xxhash, from_numbers, to_number
 from cuckpt.storage.errors import ImageError
 from cuckpt.storage.manifest import Chunk, Zeros
 from cuckpt.storage.stripes import BLOCK, StripeFile, padded
+from cuckpt.storage.threads import at_once
 
 if TYPE_CHECKING:
     from cuckpt.storage.copier import Advance, Region
 
 _SLOTS = 2
-_BETWEEN_LOOKS_S = 0.05
 
 
 @functools.cache
@@ -233,32 +232,20 @@ class Crew:
         jobs : sequence of tuple of int and callable
             CUDA's ordinal of the GPU, and what to do.
         """
-        problems: list[BaseException] = []
 
-        def attempt(gpu: int, do: "Callable[[], None]") -> None:
-            try:
-                if not self.control[0]:
-                    cuda.enter(gpu)
-                    do()
-            except Stopped:
-                pass
-            except BaseException as error:
-                problems.append(error)
-                self.control[0] = 1
+        def attempt(job: "tuple[int, Callable[[], None]]") -> None:
+            gpu, do = job
+            # What stopped the others is raised by who has failed.
+            with contextlib.suppress(Stopped):
+                cuda.enter(gpu)
+                do()
 
-        with cuda.used(), ThreadPoolExecutor(self._workers, "cuckpt copies") as threads:
-            left = {threads.submit(attempt, *job) for job in jobs}
-            while left:
-                left = wait(left, _BETWEEN_LOOKS_S).not_done
-                try:
-                    if not problems:
-                        self._tell()
-                except BaseException as error:
-                    problems.append(error)
-                    self.control[0] = 1
-        if problems:
-            raise problems[0]
+        with cuda.used():
+            at_once(attempt, jobs, self._workers, self._tell, self._stop)
         self._tell()
+
+    def _stop(self) -> None:
+        self.control[0] = 1
 
     def clear(self, number: int, region: "Region", zeros: Sequence[Zeros]) -> None:
         """Fill parts of a region with zeros.

@@ -19,12 +19,19 @@ from cuckpt.process_errors import (
     ProcessError,
     ProcessLeftError,
 )
-from cuckpt.storage.copier import Content, Copier, Region
+from cuckpt.storage import cuda
+from cuckpt.storage.copier import Copier, Region
 from cuckpt.storage.errors import ImageError
 from cuckpt.storage.folder import OldImage, Path
-from cuckpt.storage.manifest import Image, SavedProcess, SavedRegion, parse
+from cuckpt.storage.manifest import (
+    Content,
+    Image,
+    SavedProcess,
+    SavedRegion,
+    parse,
+)
 from cuckpt.storage.operation import Operation, hold_contexts
-from cuckpt.storage.passage import StoragePassage
+from cuckpt.storage.passage import StoragePassage, identity
 from cuckpt.uninterrupted import is_asked_to_end
 
 if TYPE_CHECKING:
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class NotLoadedError(ProcessError):
-    """It could not be loaded, and is suspended as before."""
+    """It could not be loaded, and is as before."""
 
 
 class LoadRun(Run):
@@ -59,7 +66,7 @@ class LoadRun(Run):
         """Load all, or leave all suspended."""
         if gpu_map is not None:
             maps.check_type(gpu_map)
-        with self._begun(cancelled), OldImage(self._path) as old:
+        with self._begun(cancelled), cuda.used(), OldImage(self._path) as old:
             image = parse(old.manifest, old.path)
             old.open_all({stripe.file: stripe.size for stripe in image.stripes})
             self._take(self._group._members.values())
@@ -96,16 +103,17 @@ class LoadRun(Run):
                 f"this driver has {_version(driver.driver_get_version())}"
             )
         saved = {process.pid: process for process in image.processes}
+        self._leave_out_the_dead(saved)
         missing = sorted(saved.keys() - self._passages.keys())
         if missing:
             raise ImageError(
-                f"{image.path} holds processes that are not to be loaded: "
-                f"{', '.join(map(str, missing))}; load all of a job together"
+                f"{image.path} is also, or only, of processes that are not to be "
+                f"loaded: {', '.join(map(str, missing))}; load all of a job together"
             )
         used_up = old.users()
         for loader in self._loaders:
             pid = loader.process.pid
-            why = self._why_not(loader, saved.get(pid), used_up)
+            why = self._why_not(loader, saved.get(pid), used_up, image)
             if why is None:
                 loader.saved = saved[pid]
                 loader.outcome.image = image.path
@@ -114,7 +122,11 @@ class LoadRun(Run):
         self._raise_problems()
 
     def _why_not(
-        self, loader: "LoadPassage", saved: SavedProcess | None, used_up: set[str]
+        self,
+        loader: "LoadPassage",
+        saved: SavedProcess | None,
+        used_up: set[str],
+        image: Image,
     ) -> str | None:
         if loader.initial != State.CHECKPOINTED:
             return f"is {state_text(loader.initial)}, not checkpointed"
@@ -122,17 +134,31 @@ class LoadRun(Run):
             return f"is not in {self._path}"
         if not self._same_process:
             return None
-        if loader.identity() != f"{saved.pid} {saved.start_time} {saved.boot_id}":
+        own = identity(loader.process)
+        if own != f"{saved.pid} {saved.start_time} {saved.boot_id}":
             return (
                 f"is another process than the one in {self._path}, though it has its "
                 "pid; same_process=False loads it nevertheless"
             )
-        if loader.identity() in used_up:
+        latest = loader.process._image
+        if latest is not None and latest[1] != image.checksum:
+            return f"has been saved since, to {latest[0]}: this image does not fit"
+        if own in used_up:
             return (
                 f"has been loaded from {self._path} before, and has run since: this "
                 "image does not fit any more"
             )
         return None
+
+    def _leave_out_the_dead(self, saved: dict[int, SavedProcess]) -> None:
+        """Leave out whose process has ended: that one is not loaded any more."""
+        for pid in saved.keys() - self._passages.keys():
+            start_time = proc.start_time(pid)
+            if start_time is None or (
+                self._same_process and start_time != saved[pid].start_time
+            ):
+                del saved[pid]
+                self._report.skipped[pid] = "has ended since it was saved"
 
     def _begin_all(self) -> None:
         for pid in list(self._passages):  # one after the other
@@ -158,10 +184,11 @@ class LoadRun(Run):
                     old,
                     lambda number, size: owners[number].count(size),
                 )
-        except (OSError, ImageError, driver.DriverError) as error:
+        except Exception as error:
             for loader in loaders:
                 pid = loader.process.pid
-                problem = NotLoadedError(pid, f"was not loaded: {error}")
+                why = f"{old.path}: {error or type(error).__name__}"
+                problem = NotLoadedError(pid, f"was not loaded from {why}")
                 problem.__cause__ = error
                 self._problems[pid] = problem
             raise Failed from None
@@ -170,7 +197,7 @@ class LoadRun(Run):
         """Let nobody load these processes from it again: they run on from here."""
         for loader in self._loaders:
             loader.process._image = None
-            use_up = functools.partial(old.add_user, loader.identity())
+            use_up = functools.partial(old.add_user, identity(loader.process))
             loader.noted("whether it is loaded from this image once only", use_up)
 
 
@@ -188,11 +215,6 @@ class LoadPassage(StoragePassage):
         "complete": State.LOCKED,
     }
     saved: SavedProcess | None = None
-
-    def identity(self) -> str:
-        """Return what no other process has."""
-        pid, start_time = self.process._key
-        return f"{pid} {start_time or 0} {proc.boot_id()}"
 
     def needed_bytes(self) -> dict[bytes, int]:
         """Return how much it needs by the UUID of the GPU that it was on."""
@@ -233,9 +255,19 @@ class LoadPassage(StoragePassage):
             self._restore_by(self._begin_restore)
         elif verb == "checkpoint":
             # On the way back: nobody needs what is there, the image has it.
-            self.begun(lambda: Operation.checkpoint(self.process.pid, None)).complete()
+            self._throw_away()
         else:
             super()._call(verb)
+
+    def _throw_away(self) -> None:
+        """Checkpoint it without a copy, and bring it back to the GPUs it was on."""
+        pid = self.process.pid
+        self.begun(lambda: Operation.checkpoint(pid, None)).complete()
+        back = [(new, old) for old, new in self._pairs]
+        if any(new != old for new, old in back):
+            self._pairs = []
+            self.begun(lambda: Operation.restore(pid, None, back)).complete()
+            self.begun(lambda: Operation.checkpoint(pid, None)).complete()
 
     def _begin_restore(self) -> None:
         gpus = [self._new_gpu(region.gpu) for region in self._regions()]

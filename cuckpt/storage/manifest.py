@@ -16,7 +16,7 @@ from cuckpt.storage.stripes import padded
 
 FORMAT = "cuckpt image"
 VERSION = 1
-MAX_CHUNK_BYTES = 64 << 20  # so that it is known how much memory a load needs
+MAX_CHUNK_BYTES = 16 << 20  # so that it is known how much memory a load needs
 _FILE = re.compile(r"[0-9a-f]{8}-[0-9]{1,6}\.stripe")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _T = TypeVar("_T")
@@ -56,6 +56,19 @@ class Stripe:
     file: str
     size: int
     chunks: list[Chunk]
+
+
+class Content(NamedTuple):
+    """What of a region is where.
+
+    Attributes
+    ----------
+    stripes : list of Stripe
+    zeros : list of Zeros
+    """
+
+    stripes: list[Stripe]
+    zeros: list[Zeros]
 
 
 @dataclasses.dataclass
@@ -149,10 +162,11 @@ class Image:
         cuda = f"{self.cuda_version // 1000}.{self.cuda_version % 1000 // 10}"
         made = f"{self.created}, cuckpt {self.cuckpt}, CUDA {cuda}"
         stored = f"{_mib(self.stored_bytes)} in {len(self.stripes)} files"
+        zeros = sum(part.size for each in self.regions for part in each.zeros)
         lines = [
             self.path,
             f"  created     {made}",
-            f"  GPU memory  {_mib(self.size)}: {stored}, the rest is zeros",
+            f"  GPU memory  {_mib(self.size)}: {stored}, {_mib(zeros)} of zeros",
         ]
         for process in self.processes:
             lines.append(f"  process {process.pid} {process.name}")
@@ -162,13 +176,20 @@ class Image:
             ]
         return "\n".join(lines)
 
+    @property
+    def checksum(self) -> str:
+        """That of the manifest, which no other image has."""
+        return _checksum(_canonical(self._content()))
+
     def to_json(self) -> bytes:
         """Return the manifest."""
+        whole = {"checksum": self.checksum, "content": self._content()}
+        return _canonical(whole).encode()
+
+    def _content(self) -> dict[str, Any]:
         content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
         del content["path"]
-        text = _canonical(content)
-        whole = _canonical({"checksum": _checksum(text), "content": content})
-        return whole.encode()
+        return content
 
 
 def parse(manifest: bytes, path: str) -> Image:
@@ -221,7 +242,8 @@ def parse(manifest: bytes, path: str) -> Image:
             raise ValueError("a process is named twice")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ImageError(
-            f"{path}: the manifest is damaged: {type(error).__name__}: {error}"
+            f"{path}: the manifest is damaged, or of something else: "
+            f"{type(error).__name__}: {error}"
         ) from None
     return image
 
@@ -297,8 +319,8 @@ def _chunk(offset: Any, size: Any, place: Any, checksum: Any) -> Chunk:
 
 
 def _count(number: Any) -> int:
-    if _is(number, int) < 0:
-        raise ValueError(f"negative: {number}")
+    if not 0 <= _is(number, int) < 1 << 62:
+        raise ValueError(f"no number of bytes: {number}")
     return int(number)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from cuckpt import driver
+from cuckpt import driver, proc
 from cuckpt.events import Event, Phase
 from cuckpt.group_run import MembersPassage
 from cuckpt.passage import State
@@ -20,6 +20,21 @@ if TYPE_CHECKING:
 _BETWEEN_EVENTS_S = 0.1
 
 
+def identity(process: "Process") -> str:
+    """Return what no other process has: pid, start time, boot.
+
+    Parameters
+    ----------
+    process : Process
+
+    Returns
+    -------
+    str
+    """
+    pid, start_time = process._key
+    return f"{pid} {start_time or 0} {proc.boot_id()}"
+
+
 class StoragePassage(MembersPassage):
     """The way of a member whose memory is copied to or from an image.
 
@@ -27,6 +42,8 @@ class StoragePassage(MembersPassage):
     ----------
     operation : Operation or None
         The one that is not completed yet.
+    holds_memory : bool
+        Whether it is not as before, and nobody else can bring it back.
     """
 
     takes_images = True
@@ -34,6 +51,7 @@ class StoragePassage(MembersPassage):
     def __init__(self, member: "Process", run: "Run") -> None:
         super().__init__(member, run)
         self.operation: Operation | None = None
+        self.holds_memory = False
         self._loss: ProcessLostError | None = None
         self._copied_bytes = 0
         self._told_s = 0.0
@@ -42,6 +60,7 @@ class StoragePassage(MembersPassage):
     def begin(self) -> None:
         """Have its memory handed out."""
         self.step("prepare")
+        self.holds_memory = True
 
     def begun(self, begin: "Callable[[], Operation]") -> Operation:
         """Begin an operation; one that is under way without its memory is a loss.
@@ -62,6 +81,8 @@ class StoragePassage(MembersPassage):
         """
         try:
             return begin()
+        except driver.IllegalStateError:
+            raise  # another program was faster
         except driver.DriverError as error:
             if self.process._read_state() in (State.CHECKPOINTING, State.RESTORING):
                 raise self.lost(
@@ -69,6 +90,23 @@ class StoragePassage(MembersPassage):
                     f"out the memory: {error}"
                 ) from error
             raise
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether nothing is undone; what is in these hands is, whoever moved it."""
+        return self.is_moved_by_others and not self.holds_memory
+
+    def _accept(self, verb: str, error: driver.DriverError) -> None:
+        if verb == "prepare" and self.operation is None:
+            state = self.process._read_state()
+            if state != self._state:
+                self.is_moved_by_others = True
+                raise self._busy(state) from error
+            raise error
+        moved = self.is_moved_by_others
+        super()._accept(verb, error)
+        if verb == "complete":  # which nobody else can do
+            self.is_moved_by_others = moved
 
     def lost(self, why: str) -> ProcessLostError:
         """Return the error that says so, from now on also to who would bring it back.

@@ -1,15 +1,14 @@
 """Chunks of an image, read and compared with what was saved; no GPU is needed."""
 
 import mmap
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from cuckpt.storage.checksum import checksum_of
 from cuckpt.storage.errors import ImageError
 from cuckpt.storage.folder import OldImage
 from cuckpt.storage.manifest import Chunk, Stripe
 from cuckpt.storage.stripes import StripeFile, padded
+from cuckpt.storage.threads import at_once
 
 
 def read_chunk(file: StripeFile, chunk: Chunk, view: memoryview) -> None:
@@ -59,19 +58,16 @@ def damages(image: OldImage, stripes: Sequence[Stripe], workers: int) -> list[st
     list of str
         One text for each file that is not what was saved.
     """
-    local = threading.local()
+    wrong: dict[str, str] = {}
 
-    def look(stripe: Stripe) -> str | None:
+    def look(stripe: Stripe) -> None:
         longest = padded(max((chunk.size for chunk in stripe.chunks), default=1))
-        if getattr(local, "size", 0) < longest:
-            local.view = memoryview(mmap.mmap(-1, longest))
-            local.size = longest
+        view = memoryview(mmap.mmap(-1, longest))
         try:
             for chunk in stripe.chunks:
-                read_chunk(image.file(stripe.file), chunk, local.view)
+                read_chunk(image.file(stripe.file), chunk, view)
         except (ImageError, OSError) as error:
-            return str(error)
-        return None
+            wrong[stripe.file] = str(error)
 
-    with ThreadPoolExecutor(workers, "cuckpt verifies") as threads:
-        return [text for text in threads.map(look, stripes) if text is not None]
+    at_once(look, stripes, workers)
+    return [wrong[stripe.file] for stripe in stripes if stripe.file in wrong]

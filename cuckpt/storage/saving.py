@@ -8,7 +8,9 @@ if no folder takes it, host memory does for the way back.
 
 import contextlib
 import datetime
+import errno
 import os
+import resource
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,18 +18,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import cuckpt
 from cuckpt import driver, gpu_map as maps, proc
 from cuckpt.group_run import Failed, GroupReport, Run, expect, to
-from cuckpt.passage import Passage, State
+from cuckpt.passage import WHAT_MAY_HELP, Passage, State
 from cuckpt.process_errors import (
     NoMembersError,
     ProcessError,
     ProcessLeftError,
-    ProcessLostError,
 )
-from cuckpt.storage.copier import Content, Copier, Region, Source, Target
+from cuckpt.storage import cuda
+from cuckpt.storage.copier import Copier, Region, Source, Target
+from cuckpt.storage.errors import ImageError
 from cuckpt.storage.folder import InMemory, NewImage, Path
-from cuckpt.storage.manifest import Image, SavedProcess, SavedRegion
+from cuckpt.storage.manifest import Content, Image, SavedProcess, SavedRegion
 from cuckpt.storage.operation import Operation, gpu_name, hold_contexts
-from cuckpt.storage.passage import StoragePassage
+from cuckpt.storage.passage import StoragePassage, identity
 from cuckpt.uninterrupted import is_asked_to_end
 
 if TYPE_CHECKING:
@@ -65,22 +68,30 @@ class SaveRun(Run):
         durable: bool,
     ) -> None:
         super().__init__(group, deadline)
-        self._paths = [path, *fallback]
+        self._paths = [os.path.abspath(os.fspath(each)) for each in (path, *fallback)]
+        if len({os.path.realpath(each) for each in self._paths}) < len(self._paths):
+            raise ValueError("a folder is named twice")
+        self._all_paths = list(self._paths)
         self._replace = replace
         self._durable = durable
         self._image: NewImage | None = None
+        self._keeping = threading.Lock()
         self.copier = Copier()
 
     def save(self, cancelled: threading.Event, dry_run: bool) -> GroupReport:
         """Save all, or bring all back."""
-        with self._begun(cancelled), contextlib.ExitStack() as self._open:
+        with (
+            self._begun(cancelled),
+            cuda.used(),
+            contextlib.ExitStack() as self._open,
+        ):
             self._take(self._group._members.values())
             self._refuse_suspended()
-            first = self._opened(self._paths[0])
             if dry_run:
-                self._tell_what_would_be(first)
+                for path in self._paths:
+                    self._tell_what_would_be(self._opened(path))
                 return self._finished()
-            self._reserve(first)
+            first = self._reserved()
             try:
                 with self._brought_back():
                     self._lock_all()
@@ -91,8 +102,6 @@ class SaveRun(Run):
                     self._all(expect(State.CHECKPOINTED))
                     if self.cancelled.is_set() or is_asked_to_end():
                         raise KeyboardInterrupt
-                for saver in self._savers:
-                    saver.process._image = saver.outcome.image
             except BaseException:
                 self._withdraw()
                 raise
@@ -116,6 +125,8 @@ class SaveRun(Run):
         self._raise_problems()
 
     def _why_not(self, saver: "SavePassage") -> str | None:
+        if saver.process.pid == os.getpid():
+            return "is this program: a copy of its own would wait for its unlock"
         if saver.initial == State.CHECKPOINTED:
             return "is suspended already: resume it first"
         if self._one_by_one:
@@ -125,9 +136,31 @@ class SaveRun(Run):
             )
         try:
             hold_contexts(saver.gpus())
-        except OSError as error:
+        except (OSError, driver.DriverError) as error:
             return f"cannot be saved: {error}"
         return None
+
+    def _reserved(self) -> NewImage:
+        """Return the first folder that has space, before anybody is locked."""
+        errors: list[Exception] = []
+        while self._paths:
+            path = self._paths.pop(0)
+            try:
+                image = self._opened(path)
+                self._reserve(image)
+            except (OSError, ImageError) as error:
+                errors.append(error)
+                continue
+            for earlier in errors:
+                self._note(f"another folder could not take it: {earlier}")
+            return image
+        for later in errors[1:]:
+            errors[0].add_note(str(later))
+        raise errors[0]
+
+    def _note(self, text: str) -> None:
+        for passage in self._passages.values():
+            passage.note(text)
 
     def _opened(self, path: Path) -> NewImage:
         return self._open.enter_context(NewImage(path, self._replace, self._durable))
@@ -152,12 +185,19 @@ class SaveRun(Run):
             )
 
     def _reserve(self, image: NewImage) -> None:
-        """Take space, and the buffers, before anybody is locked."""
         sizes = self._sizes()
-        image.reserve(self.copier.file_sizes(sizes))
+        files = self.copier.file_sizes(sizes)
+        driver.init(0)
+        # Of each process on each GPU one at least; and as many for the way back.
+        regions = len(self._passages) * driver.device_get_count()
+        _require_descriptors(3 * max(len(files), self.copier.workers, regions))
+        try:
+            image.reserve(files)
+        except OSError:
+            image.withdraw()
+            raise
         if not sizes:
-            for passage in self._passages.values():
-                passage.note("not checked: space, since its GPU memory is not known")
+            self._note("not checked: space, since its GPU memory is not known")
 
     def _lock_all(self) -> None:
         self._all(to(State.LOCKED))
@@ -170,6 +210,8 @@ class SaveRun(Run):
     def _begin_all(self) -> None:
         for pid in list(self._passages):  # one after the other
             self._all(SavePassage.begin, [pid])
+        if not self._passages:  # they have ended
+            raise NoMembersError(self._finished().skipped)
 
     def _copy_all(self, first: NewImage) -> None:
         """Copy all to one folder and publish; try the others if one fails."""
@@ -177,10 +219,13 @@ class SaveRun(Run):
         for image in self._places(first, failures):
             try:
                 self._copy_to(image)
-                return
-            except (OSError, driver.DriverError) as error:
+            except Exception as error:
                 image.withdraw()
-                failures.append(f"{image.path}: {error}")
+                failures.append(f"{image.path}: {error or type(error).__name__}")
+            else:
+                for failure in failures:
+                    self._note(f"saved to {image.path}, since {failure}")
+                return
         for pid in self._passages:
             self._problems[pid] = NotSavedError(
                 pid, f"was not saved: {'; '.join(failures)}"
@@ -189,14 +234,12 @@ class SaveRun(Run):
 
     def _places(self, first: NewImage, failures: list[str]) -> Iterator[NewImage]:
         yield first
-        for path in self._paths[1:]:
+        for path in self._paths:
             try:
                 image = self._opened(path)
             except (OSError, RuntimeError) as error:
-                failures.append(f"{os.fspath(path)}: {error}")
+                failures.append(f"{path}: {error}")
                 continue
-            for passage in self._passages.values():
-                passage.note(f"saved to {image.path}, since {'; '.join(failures)}")
             yield image
 
     def _copy_to(self, image: NewImage) -> None:
@@ -209,14 +252,18 @@ class SaveRun(Run):
             saver.described(content)
             for saver, content in zip(savers, contents, strict=True)
         ]
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        version = driver.driver_get_version()
-        whole = Image(image.path, now, str(cuckpt.__version__), version, saved)
+        whole = self._described(image, saved)
         image.publish(whole.to_json(), {stripe.file for stripe in whole.stripes})
         self._image = image
         for saver, content in zip(savers, contents, strict=True):
             saver.stored = Stored(content, image)
             saver.outcome.image = image.path
+            saver.process._image = [image.path, whole.checksum]
+
+    def _described(self, image: NewImage, saved: list[SavedProcess]) -> Image:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        version = driver.driver_get_version()
+        return Image(image.path, now, str(cuckpt.__version__), version, saved)
 
     def keep(self, passage: "SavePassage") -> None:
         """Copy the memory of one to where it can be brought back from.
@@ -227,15 +274,16 @@ class SaveRun(Run):
             If no place takes it.
         """
         failures: list[str] = []
-        for place in self._places_for_the_way_back(passage, failures):
-            try:
-                with passage.copying():
-                    (content,) = copied(Copier(), [passage], place)
-            except (OSError, driver.DriverError) as error:
-                failures.append(f"{place.path}: {error}")
-            else:
-                passage.stored = Stored(content, place)
-                return
+        with self._keeping:  # one after the other: memory is counted, buffers are few
+            for place in self._places_for_the_way_back(passage, failures):
+                try:
+                    with passage.copying():
+                        (content,) = copied(Copier(), [passage], place)
+                except Exception as error:
+                    failures.append(f"{place.path}: {error or type(error).__name__}")
+                else:
+                    passage.stored = Stored(content, place)
+                    return
         raise passage.lost(
             "its GPU memory could be copied nowhere and is in the hands of the driver: "
             + "; ".join(failures)
@@ -248,27 +296,85 @@ class SaveRun(Run):
             yield self._open.enter_context(InMemory(passage.total_bytes()))
         except MemoryError as error:
             failures.append(str(error))
-        for path in self._paths:
-            # A folder of its own, since the one of the image may be at fault.
+        yield from self._folders_of_its_own(passage, failures)
+
+    def _folders_of_its_own(
+        self, passage: "SavePassage", failures: list[str]
+    ) -> Iterator[NewImage]:
+        """Yield folders for one process, since the one of the image may be at fault."""
+        for path in self._all_paths:
             try:
-                yield self._opened(f"{os.fspath(path)}.{passage.process.pid}")
+                yield self._opened(f"{path}.{passage.process.pid}")
             except (OSError, RuntimeError) as error:
-                failures.append(f"{os.fspath(path)}: {error}")
+                failures.append(f"{path}: {error}")
+
+    def rescue(self, passage: "SavePassage", error: ProcessLeftError) -> ProcessError:
+        """Keep the copy of one that cannot be brought back as an image.
+
+        Parameters
+        ----------
+        passage : SavePassage
+        error : ProcessLeftError
+            Why it could not.
+
+        Returns
+        -------
+        ProcessError
+            What is to be raised instead.
+        """
+        failures: list[str] = []
+        assert passage.stored is not None
+        contents, place = passage.stored
+        if place is self._image:
+            return passage.left_in(self._image.path, error)
+        places = (
+            [place]
+            if isinstance(place, NewImage)
+            else self._folders_of_its_own(passage, failures)
+        )
+        for image in places:
+            try:
+                if isinstance(place, InMemory):
+                    contents = {
+                        uuid: place.move(content, image)
+                        for uuid, content in contents.items()
+                    }
+                whole = self._described(image, [passage.described(contents)])
+                names = {stripe.file for stripe in whole.stripes}
+                image.publish(whole.to_json(), names)
+            except OSError as problem:
+                failures.append(f"{image.path}: {problem}")
+            else:
+                passage.process._image = [image.path, whole.checksum]
+                passage.outcome.image = image.path
+                return passage.left_in(image.path, error)
+        return passage.lost(f"{error.args[1]}; {'; '.join(failures)}")
 
     def _withdraw(self) -> None:
         """Take the image away again, unless somebody needs it."""
         if self._image is None:
             return
-        if any(
-            isinstance(problem, ProcessLostError | ProcessLeftError)
-            for problem in self._problems.values()
-        ):
-            for passage in self._passages.values():
-                passage.note(f"its GPU memory is in {self._image.path}")
-        else:
+        needed = [saver for saver in self._savers if saver.holds_memory]
+        if not needed:
             self._image.withdraw()
-            for passage in self._passages.values():
-                passage.outcome.image = None
+        for saver in self._savers:
+            if saver in needed:
+                saver.note(f"its GPU memory is in {saver.outcome.image}")
+                continue
+            saver.process._image = saver.outcome.image = None
+            if needed:  # it runs on from here, and the image does not fit any more
+                with contextlib.suppress(OSError):
+                    self._image.add_user(identity(saver.process))
+
+
+def _require_descriptors(count: int) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = limit - len(os.listdir("/proc/self/fd"))
+    if limit != resource.RLIM_INFINITY and left < count:
+        raise OSError(
+            errno.EMFILE,
+            f"{count} file descriptors are needed, and {left} are left (ulimit -n)",
+        )
 
 
 class Stored(NamedTuple):
@@ -312,16 +418,39 @@ class SavePassage(StoragePassage):
         else:
             super()._call(verb)
 
+    def begin(self) -> None:
+        """Have its memory handed out."""
+        super().begin()
+        assert self.operation is not None
+        self._gpus = {
+            uuid: (gpu_name(region.gpu), region.size)
+            for uuid, region in self.operation.regions.items()
+        }
+
     def described(self, contents: dict[str, Content]) -> SavedProcess:
         """Return what the manifest tells of it."""
-        assert self.operation is not None
         pid, start_time = self.process._key
         regions = [
-            SavedRegion(uuid, gpu_name(region.gpu), region.size, *contents[uuid])
-            for uuid, region in self.operation.regions.items()
+            SavedRegion(uuid, *facts, *contents[uuid])
+            for uuid, facts in self._gpus.items()
         ]
         return SavedProcess(
             pid, self.process.name, start_time or 0, proc.boot_id(), regions
+        )
+
+    def left_in(self, path: str, error: ProcessLeftError) -> ProcessLeftError:
+        """Return the error that names the image that has its memory.
+
+        Parameters
+        ----------
+        path : str
+        error : ProcessLeftError
+            Why it could not be brought back.
+        """
+        return ProcessLeftError(
+            self.process.pid,
+            f"has its GPU memory in {path}, and load() brings it back: "
+            f"{error.args[1].removesuffix(WHAT_MAY_HELP)}",
         )
 
     def go_back(self, initial: int) -> None:
@@ -334,7 +463,13 @@ class SavePassage(StoragePassage):
                 self.complete()
             except driver.DriverError as error:
                 raise self._left(initial, error) from error
-        super().go_back(initial)
+        try:
+            super().go_back(initial)
+        except ProcessLeftError as error:
+            if self.stored is None or self.holds_memory is False:
+                raise
+            raise self._save_run.rescue(self, error) from error
+        self.holds_memory = False
 
     def _restore(self) -> None:
         """Restore it from where its memory is, on the way back."""
@@ -349,6 +484,7 @@ class SavePassage(StoragePassage):
             operation.complete()
         except Exception as error:
             raise self.lost(f"its memory could not be brought back: {error}") from error
+        self.holds_memory = False
 
 
 def copied(

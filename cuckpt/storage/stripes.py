@@ -24,15 +24,13 @@ class StripeFile:
     name : str
     file : int
         Its descriptor, which belongs to this.
-    direct : int or None
-        A second descriptor of it, with O_DIRECT.
     """
 
-    def __init__(self, name: str, file: int, direct: int | None = None) -> None:
+    def __init__(self, name: str, file: int) -> None:
         self.name = name
         self.reserved_bytes = 0
         self._file = file
-        self._direct = direct
+        self._direct: int | None = None
 
     def reserve(self, size: int) -> None:
         """Take space for so many bytes.
@@ -49,6 +47,22 @@ class StripeFile:
             if error not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise OSError(error, os.strerror(error), self.name)
         self.reserved_bytes = size
+
+    def open_direct(self, flags: int, folder: int) -> None:
+        """Open it a second time, with O_DIRECT, if its file system has that.
+
+        Parameters
+        ----------
+        flags : int
+            As for `os.open`.
+        folder : int
+            Descriptor of the folder that it is in.
+        """
+        try:
+            self._direct = os.open(self.name, flags | _O_DIRECT, dir_fd=folder)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
 
     def descriptors(self) -> tuple[int, int]:
         """Return its descriptor, and the one with O_DIRECT or -1."""
@@ -76,6 +90,15 @@ class StripeFile:
             done += count
         return done
 
+    def copy_from(self, other: "StripeFile", size: int) -> None:
+        """Write what the first bytes of another file are."""
+        done = 0
+        while done < size:
+            count = os.sendfile(self._file, other._file, done, size - done)
+            if not count:
+                raise OSError(errno.EIO, "nothing was written", self.name)
+            done += count
+
     def finish(self, size: int) -> None:
         """Give back what was reserved beyond so many bytes."""
         os.ftruncate(self._file, size)
@@ -90,29 +113,10 @@ class StripeFile:
 
     def close(self) -> None:
         """Close it."""
-        for file in self._direct, self._file:
-            if file is not None:
-                os.close(file)
-        self._direct = None
-
-
-def without_cache(name: str, flags: int, folder: int) -> int | None:
-    """Open a file a second time, with O_DIRECT; None if its file system has not that.
-
-    Parameters
-    ----------
-    name : str
-    flags : int
-        As for `os.open`.
-    folder : int
-        Descriptor of the folder that it is in.
-    """
-    try:
-        return os.open(name, flags | _O_DIRECT, dir_fd=folder)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return None
+        self.give_up_direct()
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
 
 def padded(size: int) -> int:

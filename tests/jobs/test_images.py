@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import stat
@@ -361,10 +362,18 @@ def test_image_is_used_up_by_the_process_that_ran_on_from_it(target, path, tmp_p
     process.save(path)
     process.load(path)
     process.save(tmp_path / "newer")
-    with pytest.raises(NotLoadedError, match="has run since"):
-        process.load(path)
+    shutil.copytree(path, tmp_path / "copy")
+    (tmp_path / "copy/loaded").unlink()
+    for older in (path, tmp_path / "copy"):
+        with pytest.raises(NotLoadedError, match=r"saved since, to .*newer"):
+            process.load(older)
     assert process.state == "checkpointed"
     process.load(tmp_path / "newer")
+    process.save(tmp_path / "newest")
+    process._image = None  # as if nobody had kept it in mind
+    with pytest.raises(NotLoadedError, match="has run since"):
+        process.load(tmp_path / "newer")
+    process.load(tmp_path / "newest")
     target.check()
 
 
@@ -372,7 +381,7 @@ def test_image_of_another_process_is_refused(cuda_machine, target, path):
     other = cuda_machine.spawn({0: 300 * KIB})
     Process(target.pid).save(path)
     Process(other.pid).save(path.with_name("other"))
-    with pytest.raises(ImageError, match=f"hold.*{target.pid}"):
+    with pytest.raises(ImageError, match=f"also, or only, of.*{target.pid}"):
         Process(other.pid).load(path)
     change(path, lambda content: content["processes"][0].update(start_time=1))
     with pytest.raises(NotLoadedError, match="another process"):
@@ -402,6 +411,7 @@ def test_group_without_members_is_told(path):
 
 def test_image_of_a_newer_driver_is_refused(target, path):
     Process(target.pid).save(path)
+    Process(target.pid)._image = None  # the manifest will be another
     change(path, lambda content: content.update(cuda_version=14000))
     with pytest.raises(ImageError, match=r"CUDA 14.0.*13.5"):
         Process(target.pid).load(path)
@@ -991,3 +1001,317 @@ def test_documentation_reads_an_image(cuda_machine, path):
     assert len(names["memory"]) == storage.describe(path).size
     Process(target.pid).load(path)
     assert target.ask("check").split()[-1] == content
+
+
+# What a review found
+
+
+@pytest.fixture
+def two_images(cuda_machine, path):
+    """A process in an image, which another one is to replace."""
+    first, second = cuda_machine.spawn({0: MIB}), cuda_machine.spawn({0: 2 * MIB})
+    Process(first.pid).save(path)
+    return first, second
+
+
+@pytest.mark.parametrize("call", [None, "checkpoint", "complete"])
+def test_image_is_kept_when_what_was_to_replace_it_fails(
+    cuda_machine, two_images, path, monkeypatch, files_by_python, call
+):
+    first, second = two_images
+    with monkeypatch.context() as patch:
+        if call is None:
+            broken(patch, "pwrite", errno.EIO, only=is_on_disk)
+        else:
+            fail(cuda_machine, call, result=999, count=3)
+        with pytest.raises((NotSavedError, driver.DriverError)):
+            Process(second.pid).save(path, replace=True)
+    assert runs(second)
+    storage.verify(path)
+    Process(first.pid).load(path)
+    assert runs(first)
+    assert set(os.listdir(path)) == {
+        *("manifest.json", "loaded"),
+        *(stripe.file for stripe in storage.describe(path).stripes),
+    }
+
+
+def test_image_is_kept_when_the_next_process_dies(cuda_machine, two_images, path):
+    first, second = two_images
+    fail(cuda_machine, "checkpoint", kill="target")
+    with pytest.raises(ProcessGoneError):
+        Process(second.pid).save(path, replace=True)
+    Process(first.pid).load(path)
+    assert runs(first)
+
+
+def test_process_that_dies_leaves_no_image(cuda_machine, target, path):
+    fail(cuda_machine, "checkpoint", kill="target")
+    with pytest.raises(ProcessGoneError):
+        Process(target.pid).save(path)
+    assert not path.exists()
+
+
+def test_job_is_loaded_without_those_that_have_ended(cuda_machine, path):
+    targets = [cuda_machine.spawn({0: MIB}) for _ in range(3)]
+    pids = [target.pid for target in targets]
+    ProcessGroup.from_pids(pids).save(path)
+    dead, *living = targets
+    dead.end()
+    report = ProcessGroup.from_pids(pids).load(path)
+    assert "has ended" in report.skipped[dead.pid]
+    assert all(map(runs, living))
+
+
+def test_memory_in_these_hands_is_brought_back_whoever_moved_it(
+    cuda_machine, target, path, monkeypatch, files_by_python
+):
+    fail(cuda_machine, "lock", result=401, when="after")  # as if another was faster
+    with monkeypatch.context() as patch:
+        broken(patch, "pwrite", errno.EIO, only=is_on_disk)
+        with pytest.raises(NotSavedError):
+            Process(target.pid).save(path)
+    assert runs(target)
+
+
+def test_interrupt_after_a_completion_that_was_told_as_failed(
+    cuda_machine, target, path, monkeypatch
+):
+    fail(cuda_machine, "complete", result=999, when="after")
+    monkeypatch.setattr(storage.saving, "is_asked_to_end", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        Process(target.pid).save(path)
+    assert runs(target)
+    assert not path.exists()
+
+
+@pytest.mark.cuda_machine(memory_bytes=64 * MIB)
+def test_copy_for_the_way_back_becomes_an_image_when_there_is_no_room(
+    cuda_machine, path, monkeypatch, files_by_python
+):
+    target = cuda_machine.spawn({0: 40 * MIB})
+    others = []
+    complete = storage.operation.Operation.complete
+
+    def take_the_room(operation):
+        complete(operation)
+        if not others:
+            others.append(cuda_machine.spawn({0: 40 * MIB}))
+
+    monkeypatch.setattr(storage.operation.Operation, "complete", take_the_room)
+    with monkeypatch.context() as patch:
+        broken(patch, "fsync", errno.EIO, only=lambda file: "image/" in name_of(file))
+        with pytest.raises(ProcessLeftError, match="load") as caught:
+            Process(target.pid).save(path)
+    rescued = path.with_name(f"image.{target.pid}")
+    assert str(rescued) in str(caught.value)
+    assert state_of(target) == "checkpointed"
+    others[0].end()
+    Process(target.pid).load(rescued)
+    assert runs(target)
+
+
+def name_of(file):
+    return os.readlink(f"/proc/self/fd/{file}")
+
+
+def test_member_that_runs_on_cannot_be_loaded_from_the_image_of_the_others(
+    cuda_machine, path, monkeypatch
+):
+    targets = [cuda_machine.spawn({0: MIB}) for _ in range(2)]
+    group = ProcessGroup.from_pids(target.pid for target in targets)
+    # One cannot be brought back: the image is kept for it.
+    fail(cuda_machine, "restore", result=999, count=3)
+    monkeypatch.setattr(storage.saving, "is_asked_to_end", lambda: True)
+    with pytest.raises(GroupError):
+        group.save(path)
+    monkeypatch.undo()
+    (left,) = [t for t in targets if state_of(t) == "checkpointed"]
+    (other,) = [t for t in targets if state_of(t) == "running"]
+    Process(other.pid).save(path.with_name("other"))
+    Process(other.pid)._image = None
+    with pytest.raises(GroupError, match="has run since"):
+        group.load(path)
+    Process(other.pid).load(path.with_name("other"))
+    other.end()
+    group.load(path)
+    assert runs(left)
+
+
+@pytest.mark.parametrize("what", ["thread", "memory"])
+def test_copies_do_without_threads_and_memory(
+    cuda_machine, target, path, monkeypatch, what
+):
+    if what == "thread":
+        start = threading.Thread.start
+
+        def refuse(thread):
+            if thread.name == "cuckpt copies":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        Process(target.pid).save(path)
+        Process(target.pid).load(path)
+    else:
+        monkeypatch.setattr(storage.saving.SaveRun, "_copy_to", raising(MemoryError))
+        with pytest.raises(NotSavedError, match="MemoryError"):
+            Process(target.pid).save(path)
+    assert runs(target)
+
+
+def raising(error):
+    def function(*_, **__):
+        raise error
+
+    return function
+
+
+def test_too_few_descriptors_are_told_before_the_lock(target, path, monkeypatch):
+    limits = (len(os.listdir("/proc/self/fd")) + 3, 1000)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    refused(target, path, OSError, "ulimit -n")
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (4096, 4096) if kind == 1 else (1000, 1000)
+    )
+    refused(target, path, OSError, "ulimit -f")
+
+
+def test_two_programs_at_once_lose_nobody(cuda_machine, tmp_path):
+    target = cuda_machine.spawn({0: MIB})
+    program = """
+import sys, time
+from cuckpt import Process, storage
+from cuckpt.process_errors import ProcessLostError
+process = Process(int(sys.argv[1]))
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    for do in (process.save, process.load):
+        try:
+            do(sys.argv[2], **({"replace": True} if do == process.save else {}))
+        except ProcessLostError:
+            raise
+        except Exception:
+            pass
+"""
+    command = [sys.executable, "-P", "-c", program, str(target.pid)]
+    both = [
+        subprocess.Popen([*command, str(tmp_path / name)], stderr=subprocess.PIPE)
+        for name in ("a", "b")
+    ]
+    for process in both:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors.decode()
+    if state_of(target) == "checkpointed":
+        for name in ("a", "b"):
+            with contextlib.suppress(NotLoadedError, ImageError):
+                Process(target.pid).load(tmp_path / name)
+    assert runs(target)
+
+
+def test_dry_run_calls_no_hook_and_removes_nothing(target, path):
+    path.mkdir(0o700)
+    (path / "01234567-0.stripe").write_bytes(b"of who was killed")
+    called = []
+    group = ProcessGroup.from_pids([target.pid], before_suspend=called.append)
+    group.save(path, dry_run=True)
+    assert called == []
+    assert len(os.listdir(path)) == 1
+
+
+@pytest.mark.cuda_machine(gpus=2)
+def test_failed_load_with_a_map_leaves_it_on_its_gpu(cuda_machine, path):
+    target = cuda_machine.spawn({0: MIB})
+    process = Process(target.pid)
+    process.save(path)
+    stripe = path / storage.describe(path).stripes[0].file
+    flip(stripe, 5)
+    with pytest.raises(NotLoadedError):
+        process.load(path, gpu_map={0: 1})
+    flip(stripe, 5)
+    process.load(path)
+    assert runs(target)
+
+
+def test_forked_child_keeps_no_folder_locked(target, path, monkeypatch):
+    children = []
+    publish = storage.folder.NewImage.publish
+
+    def fork(image, *arguments):
+        children.append(os.fork())
+        if not children[0]:
+            time.sleep(60)
+            os._exit(0)
+        publish(image, *arguments)
+
+    monkeypatch.setattr(storage.folder.NewImage, "publish", fork)
+    Process(target.pid).save(path)
+    try:
+        Process(target.pid).load(path)
+    finally:
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
+    target.check()
+
+
+def test_first_folder_that_is_full_or_not_there_is_passed_by(
+    target, path, tmp_path, monkeypatch
+):
+    room = os.fstatvfs
+    small = os.statvfs_result([4096, 4096, 10, 10, 10, 10, 10, 10, 0, 255, 0])
+    (tmp_path / "small").mkdir(0o700)
+
+    def left(folder):
+        return small if name_of(folder).endswith("/small") else room(folder)
+
+    monkeypatch.setattr(os, "fstatvfs", left)
+    outcome = Process(target.pid).save(
+        tmp_path / "small", fallback=[tmp_path / "not/there", path]
+    )
+    assert outcome.image == str(path)
+    assert sum("another folder" in note for note in outcome.notes) == 2
+    Process(target.pid).load(path)
+
+
+@pytest.mark.parametrize("wrong", ["/folder", b"/folder", Path("/folder"), [None]])
+def test_fallback_is_a_sequence_of_folders(target, path, wrong):
+    refused(target, path, TypeError, "fallback|NoneType", fallback=wrong)
+    refused(target, path, ValueError, "twice", fallback=[path])
+
+
+def test_failed_reservation_leaves_no_descriptor(target, path, monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+    full = raising(OSError(errno.ENOSPC, "x"))
+    monkeypatch.setattr(storage.stripes.StripeFile, "reserve", full)
+    for _ in range(3):
+        refused(target, path, OSError, "x")
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert not path.exists()
+
+
+def test_release_is_refused_in_the_middle(target, path, monkeypatch):
+    problems = []
+    complete = storage.operation.Operation.complete
+
+    def release(operation):
+        with contextlib.suppress(RuntimeError):
+            storage.release()
+            problems.append("released")
+        complete(operation)
+
+    monkeypatch.setattr(storage.operation.Operation, "complete", release)
+    Process(target.pid).save(path)
+    Process(target.pid).load(path)
+    assert problems == []
+
+
+def test_program_cannot_save_itself(cuda_machine, path):
+    driver.init()
+    with pytest.raises(NotSavedError, match="is this program"):
+        Process(os.getpid()).save(path)
+    assert Process(os.getpid()).state == "running"
+
+
+def test_process_without_cuda_is_told(path):
+    with pytest.raises(driver.NotInitializedError):
+        Process(1).save(path)

@@ -1185,7 +1185,7 @@ def test_interrupted_program_leaves_nothing_half_way(cuda_machine, verb):
             caller.send_signal(signal.SIGINT)
             _, errors = caller.communicate(timeout=30)
         assert caller.returncode == -signal.SIGINT, errors
-        assert errors.rstrip().splitlines()[-1].startswith("KeyboardInterrupt")
+        assert "\nKeyboardInterrupt" in errors  # and notes, of what was undone
         seen.add(process.state)
         assert seen <= {initial, goal}
     process.recover()

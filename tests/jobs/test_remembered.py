@@ -45,51 +45,62 @@ Process(int(sys.argv[1])).suspend()
         process.resume()
     process.resume()
     target.check()
-    assert remembered.recall(process._key) is None
+    assert remembered.recall(process._key) == {}
 
 
 def test_what_is_kept_is_recalled_until_it_is_forgotten(folder):
-    assert remembered.recall(own_key()) is None
-    remembered.keep(own_key(), {"GPU-1": 5})
-    assert remembered.recall(own_key()) == {"GPU-1": 5}
+    assert remembered.recall(own_key()) == {}
+    remembered.keep(own_key(), used_bytes={"GPU-1": 5})
+    assert remembered.recall(own_key()) == {"used_bytes": {"GPU-1": 5}}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [stat.S_IMODE(f.stat().st_mode) for f in folder.iterdir()] == [0o600]
+    remembered.keep(own_key(), image=["/image", "0"])
+    assert set(remembered.recall(own_key())) == {"used_bytes", "image"}
     remembered.forget(own_key())
     remembered.forget(own_key())
-    assert remembered.recall(own_key()) is None
+    assert remembered.recall(own_key()) == {}
 
 
 def test_dead_processes_are_forgotten(folder):
     with subprocess.Popen(["sleep", "100"]) as process:
-        remembered.keep((process.pid, proc.start_time(process.pid)), {"GPU-1": 5})
+        remembered.keep((process.pid, proc.start_time(process.pid)), used_bytes={})
         process.kill()
-    remembered.keep(own_key(), {"GPU-1": 5})
+    remembered.keep(own_key(), used_bytes={"GPU-1": 5})
     assert len(os.listdir(folder)) == 1
 
 
-@pytest.mark.parametrize("content", ["", "nonsense", "[1]", '{"GPU-1": "5"}', "\0"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[1]",
+        '{"used_bytes": 5}',
+        '{"used_bytes": {"GPU-1": "5"}}',
+        '{"image": [1, 2]}',
+    ],
+)
 def test_nonsense_is_nothing(folder, content):
-    remembered.keep(own_key(), {})
+    remembered.keep(own_key(), used_bytes={})
     (file,) = folder.iterdir()
     file.write_text(content)
-    assert remembered.recall(own_key()) is None
+    assert remembered.recall(own_key()) == {}
 
 
 def test_folder_of_others_and_links_are_not_used(folder, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
-    remembered.keep(own_key(), {"GPU-1": 5})
+    remembered.keep(own_key(), used_bytes={"GPU-1": 5})
     assert os.listdir(tmp_path / "elsewhere") == []
     folder.unlink()
     folder.mkdir()
     folder.chmod(0o777)
-    remembered.keep(own_key(), {"GPU-1": 5})
+    remembered.keep(own_key(), used_bytes={"GPU-1": 5})
     assert os.listdir(folder) == []
     folder.chmod(0o700)
     secret = tmp_path / "secret"
     secret.write_text(json.dumps({"GPU-1": 5}))
     (folder / f"{own_key()[0]}-{own_key()[1]}").symlink_to(secret)
-    assert remembered.recall(own_key()) is None
+    assert remembered.recall(own_key()) == {}
 
 
 def test_folder_is_the_users(monkeypatch):
