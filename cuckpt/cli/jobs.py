@@ -75,7 +75,12 @@ def save(arguments: argparse.Namespace) -> int:
     return _move(
         arguments,
         lambda group: group.save(
-            arguments.folder, arguments.timeout_s, replace=arguments.replace
+            arguments.folder,
+            arguments.timeout_s,
+            fallback=arguments.fallback,
+            replace=arguments.replace,
+            durable=not arguments.no_sync,
+            dry_run=arguments.dry_run,
         ),
     )
 

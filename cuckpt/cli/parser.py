@@ -122,6 +122,21 @@ def _add_save(verbs: "_Verbs") -> None:
     verb.add_argument(
         "--replace", action="store_true", help="replace an image that is there"
     )
+    verb.add_argument(
+        "--fallback",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="take this folder if the other cannot; as often as you like",
+    )
+    verb.add_argument(
+        "--no-sync",
+        action="store_true",
+        help="do not wait for the disk: the page cache takes it, ten times as fast",
+    )
+    verb.add_argument(
+        "--dry-run", action="store_true", help="only check, and tell what would be"
+    )
 
 
 def _add_load(verbs: "_Verbs") -> None:
