@@ -56,10 +56,14 @@ def main():
                 run.images("disk", options.disk, durable=True)
                 run.disk()
                 run.kvikio()
+        keep(figures, options.output)  # each time, since the next size may take long
+    print(f"host memory at its peak: {peak_bytes() / GIB:.2f} GiB")
+
+
+def keep(figures, output):
     found = {"facts": facts(), "figures": figures, "peak_bytes": peak_bytes()}
-    print(f"host memory at its peak: {found['peak_bytes'] / GIB:.2f} GiB")
-    if options.output:
-        Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
+    if output:
+        Path(output).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def parsed():

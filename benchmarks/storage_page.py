@@ -55,17 +55,18 @@ def markdown(found, chart):
         for what, row in rows.items()
         if "x without checksums" in row
     ]
-    peak = found["peak_bytes"] / (1 << 30)
     lines += [
         "",
         textwrap.fill(
             "With checksums it takes longer than without, as medians of rounds by "
-            f"turns: {'; '.join(costs)}. Host memory of the program at its peak: "
-            f"{peak:.2f} GiB.",
+            f"turns: {'; '.join(costs)}.",
             88,
         ),
         "",
     ]
+    if "peak_bytes" in found:
+        peak = found["peak_bytes"] / (1 << 30)
+        lines += [f"Host memory of the program at its peak: {peak:.2f} GiB.", ""]
     return "\n".join(lines)
 
 

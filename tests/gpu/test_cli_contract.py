@@ -338,6 +338,11 @@ def test_what_cannot_be_checkpointed_runs_after_a_toggle(target, program):
         f'Error toggling CUDA in process ID {pid}: "operation not supported"\n'
     )
     assert state_of(target.pid) is RUNNING
+
+
+def test_what_cannot_be_checkpointed_stays_locked(target, program):
+    target.ask("manage")
+    pid = str(target.pid)
     driver.checkpoint_process_lock(target.pid)
     result = run(program, ["--action", "checkpoint", "--pid", pid])
     assert result.stderr == (

@@ -1120,14 +1120,20 @@ def test_member_that_runs_on_cannot_be_loaded_from_the_image_of_the_others(
 ):
     targets = [cuda_machine.spawn({0: MIB}) for _ in range(2)]
     group = ProcessGroup.from_pids(target.pid for target in targets)
-    # One cannot be brought back: the image is kept for it.
-    fail(cuda_machine, "restore", result=999, count=3)
+    restore = storage.saving.SavePassage._restore
+
+    def fail_for_one(passage):
+        if passage.process.pid == targets[0].pid:
+            raise OSError("it cannot be brought back")  # so the image is kept for it
+        restore(passage)
+
+    monkeypatch.setattr(storage.saving.SavePassage, "_restore", fail_for_one)
     monkeypatch.setattr(storage.saving, "is_asked_to_end", lambda: True)
     with pytest.raises(GroupError):
         group.save(path)
     monkeypatch.undo()
-    (left,) = [t for t in targets if state_of(t) == "checkpointed"]
-    (other,) = [t for t in targets if state_of(t) == "running"]
+    left, other = targets
+    assert (state_of(left), state_of(other)) == ("checkpointed", "running")
     Process(other.pid).save(path.with_name("other"))
     Process(other.pid)._image = None
     with pytest.raises(GroupError, match="has run since"):
