@@ -107,7 +107,7 @@ def _by_text(texts: "Iterable[tuple[int, str]]") -> Iterator[str]:
 
 def _table(outcomes: Sequence[Outcome]) -> str:
     seen = [name for name in _PHASES if any(name in o.seconds for o in outcomes)]
-    columns = ["PID", "NAME", "BEFORE", "AFTER", "GPU MEMORY", *map(str.upper, seen)]
+    columns = ["PID", "NAME", "BEFORE", "AFTER", "MEMORY", *map(str.upper, seen)]
     rows = [
         [
             str(outcome.pid),
