@@ -111,6 +111,7 @@ class Run:
         with self._begun(cancelled):
             with self._brought_back():
                 self._take(self._group._members.values())
+                self._all(Passage.refuse_lost)
                 self._all(to(State.LOCKED), self._not(State.CHECKPOINTED))
                 while new := self._group._look_for_members():
                     self._all(to(State.LOCKED), self._take(new))
@@ -229,6 +230,10 @@ class Run:
         self, gpu_map: "Mapping[Any, Any] | None", goals: Mapping[int, int]
     ) -> None:
         """Check the map, and the room for all together that are to be restored."""
+        if gpu_map:
+            for pid in goals:
+                if self.initial[pid] != State.CHECKPOINTED and pid in self._passages:
+                    self._passages[pid].note_unused_map()
         suspended = [
             self._passages[pid]
             for pid, goal in goals.items()

@@ -143,6 +143,7 @@ class Passage:
     def suspend(self) -> Outcome:
         """Suspend it, or bring it back."""
         initial = self.look()
+        self.refuse_lost()
         with self.brought_back(initial):
             self.compare_with_host_memory()
             self.advance(State.CHECKPOINTED)
@@ -210,6 +211,8 @@ class Passage:
     def prepare(self, gpu_map: "Mapping[Any, Any] | None") -> None:
         """Check before a restore what can be, and keep the map for it."""
         if self.outcome.before != state_text(State.CHECKPOINTED):
+            if gpu_map:
+                self.note_unused_map()
             return
         self.refuse_saved()
         # Without persistence mode a restore needs it.
@@ -229,6 +232,17 @@ class Passage:
         pairs = self._complete(gpu_map or {}, gpus)
         if gpu_map:
             self._pairs = pairs
+
+    def note_unused_map(self) -> None:
+        """Note that it is not suspended, so that a map moves nothing."""
+        self.note("the GPU map is not used, since it was not suspended")
+
+    def refuse_lost(self) -> None:
+        """Raise if it was found to be lost: that it is suspended is of no use."""
+        if self.process._is_lost:
+            raise ProcessLostError(
+                self.process.pid, "is lost: it can be restored no more; end it"
+            )
 
     def refuse_saved(self) -> None:
         """Raise if its memory is in an image, which this does not take."""

@@ -565,11 +565,16 @@ class Process:
     @property
     def _is_lost(self) -> bool:
         """Whether this program has found that it can be restored no more."""
-        return self._key in _lost
+        return self._key in _lost or bool(remembered.recall(self._key).get("lost"))
 
     @_is_lost.setter
     def _is_lost(self, is_lost: bool) -> None:
-        (_lost.add if is_lost else _lost.discard)(self._key)
+        if is_lost:
+            _lost.add(self._key)
+            remembered.keep(self._key, lost=True)
+        elif self._is_lost:
+            _lost.discard(self._key)
+            remembered.keep(self._key, lost=False)
 
     # Whether it can be asked
 

@@ -11,10 +11,13 @@ import json
 import os
 import secrets
 import stat
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cuckpt import proc
 
+_OLD_S = 60
 Key = tuple[int, int | None]  # pid and start time
 
 
@@ -26,7 +29,8 @@ def keep(key: Key, **facts: Any) -> None:
     key : tuple of int
         Its pid and start time.
     **facts
-        `used_bytes`, by the UUID of the GPU; `image`, its folder and checksum.
+        `used_bytes`, by the UUID of the GPU; `image`, its folder and checksum; `lost`,
+        whether it can be restored no more.
     """
     facts = {**recall(key), **facts}
     with contextlib.suppress(OSError), _opened() as folder:
@@ -79,7 +83,11 @@ def _is_image(value: Any) -> bool:
     )
 
 
-_KINDS = {"used_bytes": _is_memory, "image": _is_image}
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "used_bytes": _is_memory,
+    "image": _is_image,
+    "lost": lambda value: isinstance(value, bool),
+}
 
 
 def forget(key: Key) -> None:
@@ -99,7 +107,7 @@ def _name(key: Key) -> str:
 
 
 @contextlib.contextmanager
-def _opened():  # type: ignore[no-untyped-def]
+def _opened() -> Iterator[int]:
     """Yield a descriptor of the folder, which is this user's only."""
     path = _path()
     with contextlib.suppress(FileExistsError):
@@ -125,6 +133,17 @@ def _path() -> str:
 def _forget_the_dead(folder: int) -> None:
     for name in os.listdir(folder):
         pid, _, start_time = name.partition("-")
-        if pid.isdecimal() and str(proc.start_time(int(pid))) != start_time:
+        is_dead = pid.isdecimal() and str(proc.start_time(int(pid))) != start_time
+        if is_dead or _is_left_over(folder, name):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)
+
+
+def _is_left_over(folder: int, name: str) -> bool:
+    """Tell whether a file is of who was killed while writing it."""
+    if not name.startswith("new-"):
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        age_s = time.time() - os.stat(name, dir_fd=folder).st_mtime
+        return age_s > _OLD_S
+    return False

@@ -8,6 +8,7 @@ tests/gpu runs, on the driver that is there: a real one with a GPU, or, under
 
 import ctypes
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -49,6 +50,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # Ignored by who runs in the background: programs that tests start heed them.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            is_int = number == signal.SIGINT
+            usual = signal.default_int_handler if is_int else signal.SIG_DFL
+            signal.signal(number, usual)
     if config.getoption("driver") == "real":
         from cuckpt import driver
 

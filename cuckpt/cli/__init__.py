@@ -5,6 +5,7 @@ several times for each process.
 """
 
 import os
+import signal
 import sys
 
 CONTRACT_NAME = "cuda-checkpoint"
@@ -28,6 +29,8 @@ def main(argv: "list[str] | None" = None) -> int:
         one ended it.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while it starts
     if os.path.basename(sys.argv[0]) == CONTRACT_NAME:
         from cuckpt.cli import contract
 

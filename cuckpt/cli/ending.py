@@ -40,6 +40,7 @@ class Ended(BaseException):
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
     """Let SIGINT, SIGTERM and SIGHUP raise `Ended`, but for those that are ignored."""
+    _come.clear()
     before = {
         number: signal.signal(number, _raise)
         for number in _REQUESTS
@@ -71,4 +72,5 @@ def is_asked_to_end() -> bool:
 
 def _raise(number: int, _: FrameType | None) -> None:
     _come.append(number)
-    raise Ended(number)
+    if len(_come) == 1:  # another would hide what is told of the first
+        raise Ended(number)

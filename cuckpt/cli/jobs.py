@@ -117,6 +117,8 @@ def _move(
 ) -> int:
     """Do something with the processes that the arguments name, and tell of it."""
     phases = Phases(arguments.verb)
+    report: GroupReport | None = None
+    problem: OSError | None = None
     try:
         with contextlib.ExitStack() as stack:
             watchers: list[Any] = [phases, stack.enter_context(display(arguments.verb))]
@@ -125,6 +127,10 @@ def _move(
             report = do(_group(arguments, on_event=watchers))
     except GroupError as error:
         return _fail(arguments, error)
+    except OSError as error:
+        if report is None:
+            raise
+        problem = error  # of the trace: what was to be done is
     except Ended as end:
         let_signals_kill()
         return _tell_of_end(arguments, end, phases)
@@ -132,6 +138,10 @@ def _move(
         reports.print_json(arguments.verb, report)
     else:
         reports.print_text(arguments.verb, report)
+    if problem is not None:
+        text = f"{arguments.trace} is not complete: {screens.error_text(problem)}"
+        screens.say(screens.wrapped(f"cuckpt {arguments.verb}: {text}"))
+        return 1
     return 0
 
 
@@ -149,7 +159,8 @@ def _fail(arguments: argparse.Namespace, error: GroupError) -> int:
     if arguments.json:
         reports.print_json(arguments.verb, error.report, error)
     pids = " ".join(str(pid) for pid in reports.failures(error) if pid is not None)
-    screens.say(screens.wrapped(f"cuckpt {arguments.verb}: {error.message}"))
+    text = screens.error_text(error)
+    screens.say(screens.wrapped(f"cuckpt {arguments.verb}: {text}"))
     advice = f"To see what stands in the way: cuckpt doctor {pids}"
     screens.say(screens.wrapped(advice.rstrip()))
     return 1

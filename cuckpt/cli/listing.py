@@ -5,14 +5,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cuckpt import driver, nvml, proc
+from cuckpt import nvml, proc, remembered
 from cuckpt.cli import screens
 from cuckpt.group import ProcessGroup
+from cuckpt.group_run import state_of
 from cuckpt.process import Process
-from cuckpt.process_errors import (
-    ProcessGoneError,
-    ProcessStoppedError,
-)
+from cuckpt.process_errors import ProcessGoneError
 from cuckpt.uninterrupted import in_time
 from cuckpt.uuids import to_text
 
@@ -35,6 +33,8 @@ class Listed:
     namespace_pid : int or None
         In its own pid namespace, if that is another.
     age_s : float or None
+    image : str or None
+        The folder of the image that its GPU memory is in.
     """
 
     pid: int
@@ -44,6 +44,7 @@ class Listed:
     host_bytes: int | None
     namespace_pid: int | None
     age_s: float | None
+    image: str | None
 
 
 def ps(arguments: argparse.Namespace) -> int:
@@ -70,6 +71,9 @@ def ps(arguments: argparse.Namespace) -> int:
         return 0
     if found:
         print(_table(found, gpus), end="")
+        for process in found:
+            if process.image is not None:
+                print(f"{process.pid} is in the image {process.image}")
     else:
         print("There are no CUDA processes that this user may ask about.")
     if note and found:
@@ -99,21 +103,26 @@ def _listed(pids: list[int], gpus: list[nvml.GpuFacts] | None) -> Iterator[Liste
             int(status["VmRSS"].split()[0]) << 10 if "VmRSS" in status else None,
             _namespace_pid(status),
             None if up_s is None else up_s - started / os.sysconf("SC_CLK_TCK"),
+            _image((pid, started)) if state == "checkpointed" else None,
         )
+
+
+def _image(key: tuple[int, int]) -> str | None:
+    found = remembered.recall(key).get("image")
+    return found[0] if found else None
 
 
 def _state(pid: int) -> str | None:
     """Return its state; None if it has ended, or is no CUDA process after all."""
     try:
-        return in_time(lambda: Process(pid).state, _PATIENCE_S)
+        state = in_time(lambda: state_of(Process(pid)), _PATIENCE_S)
     except TimeoutError:
         return "busy"
-    except ProcessStoppedError:
-        return "stopped"
-    except (ProcessGoneError, ValueError, driver.NotInitializedError):
+    except (ProcessGoneError, ValueError):
         return None
-    except driver.DriverError:
-        return "unknown"
+    if state == "ended":
+        return None
+    return state if " " not in state and state != "refused" else "unknown"
 
 
 def _used(pid: int, gpus: list[nvml.GpuFacts]) -> dict[str, int]:

@@ -117,7 +117,7 @@ def _add_save(verbs: "_Verbs") -> None:
         "fails, each gets the state back that it had. Needs CUDA 13.4.",
     )
     _add_processes(verb)
-    verb.add_argument("folder", metavar="DIR")
+    verb.add_argument("folder", metavar="DIR", type=_new_folder)
     _add_timeout(verb)
     verb.add_argument(
         "--replace", action="store_true", help="replace an image that is there"
@@ -360,3 +360,11 @@ def _version(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"expected as 13.5 or 13050, not {text!r}")
     return int(match[1]) * 1000 + int(match[2] or match[3] or 0) * 10
+
+
+def _new_folder(text: str) -> str:
+    if text.isdecimal():  # a pid, and the folder was forgotten
+        raise argparse.ArgumentTypeError(
+            f"{text} may be a pid: a folder of that name is ./{text}"
+        )
+    return text

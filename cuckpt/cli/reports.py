@@ -22,7 +22,10 @@ def print_text(verb: str, report: GroupReport) -> None:
     print(_table(outcomes), end="")
     notes = ((outcome.pid, note) for outcome in outcomes for note in outcome.notes)
     for line in [*_by_text(notes), *skipped(report.skipped)]:
-        print(screens.hanging(line, "", "  "))
+        print(screens.hanging(screens.in_shell(line), "", "  "))
+    images = {outcome.image for outcome in outcomes if outcome.image}
+    for image in sorted(images) if verb == "save" else ():
+        print(f"image: {image}")
     number = screens.counted(len(outcomes), "process", "es")
     print(f"{verb}: {number} in {screens.duration(report.seconds)}")
 

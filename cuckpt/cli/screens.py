@@ -205,6 +205,38 @@ def error_text(error: BaseException) -> str:
     -------
     str
     """
+    return in_shell(_error_text(error))
+
+
+# What the library's texts name, and what it is on the command line.
+_IN_A_SHELL = {
+    "load() brings it back": "cuckpt load brings it back",
+    "recover() may": "cuckpt recover may",
+    "suspend() does": "cuckpt suspend does",
+    "(replace=True)": "(--replace)",
+    "resume(gpu_map=...)": "cuckpt resume --device-map",
+    "a gpu_map": "--device-map",
+    "same_process=False": "--any-process",
+}
+
+
+def in_shell(text: str) -> str:
+    """Return a text of the library in the words of the command line.
+
+    Parameters
+    ----------
+    text : str
+
+    Returns
+    -------
+    str
+    """
+    for python, shell in _IN_A_SHELL.items():
+        text = text.replace(python, shell)
+    return text
+
+
+def _error_text(error: BaseException) -> str:
     if isinstance(error, ExceptionGroup):
         return str(error.message)
     if not isinstance(error, OSError) or error.strerror is None:

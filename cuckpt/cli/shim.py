@@ -15,6 +15,12 @@ _LONGEST_FIRST_LINE = 127
 # long as the call itself, and may print something.
 _ISOLATED = "-IS"
 
+# No traceback of one that is interrupted while it starts.
+_DIE_QUIETLY = (
+    "_signal.getsignal(2) is _signal.default_int_handler"
+    " and _signal.signal(2, _signal.SIG_DFL)"
+)
+
 
 def install(folder: "str | os.PathLike[str]", force: bool = False) -> Path:
     """Put a program named cuda-checkpoint into a folder.
@@ -66,7 +72,8 @@ def program(python: str, packages: str) -> str:
     str
     """
     code = [
-        "import sys",
+        "import _signal, sys",
+        _DIE_QUIETLY,
         f"sys.path.append({packages!r})",
         "from cuckpt.cli.contract import main",
         f"sys.exit(main(sys.argv[1:], {CONTRACT_NAME!r}))",

@@ -1,7 +1,9 @@
 """The verbs of cuckpt: which function does what, and how errors are told."""
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -45,8 +47,15 @@ def main(argv: Sequence[str]) -> int:
     int
         Exit status.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names may be of any letters
+            stream.reconfigure(errors="backslashreplace")
     whole = parser()
-    arguments = whole.parse_args(argv)
+    try:
+        arguments = whole.parse_args(argv)
+    except OSError as error:  # of the help or version, which cannot be written
+        screens.say(f"cuckpt: {screens.error_text(error)}")
+        return 1
     name = f"cuckpt {arguments.verb}" if arguments.verb else "cuckpt"
     try:
         with signals_raise():
@@ -54,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
     except Ended as end:
         screens.say(f"{name}: {end}")
         return end.status
+    if sys.stdout is None:  # closed: nobody got what was printed
+        return status or 1
     problem = _flush()
     if problem is None or status:
         return status
@@ -82,7 +93,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _tell(arguments: argparse.Namespace, error: Exception) -> None:
     if getattr(arguments, "json", False):
-        screens.print_json({"error": screens.error_facts(error)})
+        with contextlib.suppress(OSError):  # which may be what has failed
+            screens.print_json({"error": screens.error_facts(error)})
     text = f"cuckpt {arguments.verb}: {screens.error_text(error)}"
     advice = [text for kind, text in _advice() if isinstance(error, kind)]
     screens.say("\n".join(map(screens.wrapped, [text, *advice[:1]])))

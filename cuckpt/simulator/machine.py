@@ -82,6 +82,7 @@ class Machine:
             if not isinstance(number, int):
                 raise TypeError(f"{name} must be an int, not {type(number).__name__}")
         if isinstance(gpus, int):
+            gpus = min(gpus, MAX_GPUS + 1)  # more are refused below
             gpus = [Gpu.numbered(n, memory_bytes) for n in range(gpus)]
         if not all(isinstance(gpu, Gpu) for gpu in gpus):
             raise TypeError("gpus must be a number of GPUs, or Gpu objects")

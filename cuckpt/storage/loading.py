@@ -132,10 +132,10 @@ class LoadRun(Run):
             return f"is {state_text(loader.initial)}, not checkpointed"
         if saved is None:
             return f"is not in {self._path}"
-        if not self._same_process:
-            return None
         own = identity(loader.process)
         if own != f"{saved.pid} {saved.start_time} {saved.boot_id}":
+            if not self._same_process:
+                return None
             return (
                 f"is another process than the one in {self._path}, though it has its "
                 "pid; same_process=False loads it nevertheless"
@@ -187,7 +187,7 @@ class LoadRun(Run):
         except Exception as error:
             for loader in loaders:
                 pid = loader.process.pid
-                why = f"{old.path}: {error or type(error).__name__}"
+                why = f"{old.path}: {str(error) or type(error).__name__}"
                 problem = NotLoadedError(pid, f"was not loaded from {why}")
                 problem.__cause__ = error
                 self._problems[pid] = problem

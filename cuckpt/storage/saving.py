@@ -128,6 +128,9 @@ class SaveRun(Run):
         if saver.process.pid == os.getpid():
             return "is this program: a copy of its own would wait for its unlock"
         if saver.initial == State.CHECKPOINTED:
+            image = saver.process._image
+            if image is not None:
+                return f"is in the image {image[0]} already: load() brings it back"
             return "is suspended already: resume it first"
         if self._one_by_one:
             return (
@@ -221,7 +224,7 @@ class SaveRun(Run):
                 self._copy_to(image)
             except Exception as error:
                 image.withdraw()
-                failures.append(f"{image.path}: {error or type(error).__name__}")
+                failures.append(f"{image.path}: {str(error) or type(error).__name__}")
             else:
                 for failure in failures:
                     self._note(f"saved to {image.path}, since {failure}")
@@ -280,7 +283,9 @@ class SaveRun(Run):
                     with passage.copying():
                         (content,) = copied(Copier(), [passage], place)
                 except Exception as error:
-                    failures.append(f"{place.path}: {error or type(error).__name__}")
+                    failures.append(
+                        f"{place.path}: {str(error) or type(error).__name__}"
+                    )
                 else:
                     passage.stored = Stored(content, place)
                     return

@@ -596,7 +596,7 @@ def test_answer_that_cannot_be_written_is_a_failure(verb):
     result = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, timeout=60)
     assert (result.returncode, result.stderr) == (1, b"")
     result = subprocess.run(["bash", "-c", f"{CUCKPT} {verb} <&- >&- 2>&-"], timeout=60)
-    assert result.returncode == 0
+    assert result.returncode == 1
 
 
 # JSON
@@ -707,3 +707,47 @@ def test_verbs_need_a_driver_and_say_so(tmp_path):
     result = cuckpt("ps", "--json", **without)
     facts = json.loads(result.stdout)
     assert facts["error"]["type"] == "DynamicLibNotFoundError"
+
+
+def test_folder_that_may_be_a_pid_is_refused(targets):
+    first, second = targets[:2]
+    result = cuckpt("save", first.pid, second.pid)
+    assert result.returncode == 2
+    assert f"./{second.pid}" in result.stderr
+    assert not Path(str(second.pid)).exists()
+
+
+def test_work_that_is_done_is_told_though_the_trace_fails(targets):
+    result = cuckpt("suspend", targets[0].pid, "--json", "--trace", "/dev/full")
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["processes"][0]["after"] == "checkpointed"
+    assert "/dev/full is not complete" in result.stderr
+    assert cuckpt("resume", targets[0].pid).returncode == 0
+
+
+def test_image_of_a_process_is_shown(targets, tmp_path):
+    folder = tmp_path / "image"
+    pid = targets[0].pid
+    assert f"image: {folder}\n" in cuckpt("save", pid, folder).stdout
+    assert f"{pid} is in the image {folder}\n" in cuckpt("ps").stdout
+    for verb, told in ("resume", "cuckpt load"), ("save", "cuckpt load"):
+        more = [tmp_path / "other"] if verb == "save" else []
+        result = cuckpt(verb, pid, *more)
+        assert result.returncode == 1
+        assert told in " ".join(result.stderr.split())
+    assert cuckpt("load", folder).returncode == 0
+    assert "in the image" not in cuckpt("ps").stdout
+
+
+def test_two_signals_are_told_as_one(cuda_machine, targets):
+    calls = cuda_machine.calls["checkpoint"]
+    cuda_machine.inject(Fault("checkpoint", at=calls + 1, delay_s=1.5))
+    command = [CUCKPT, "suspend", "--json", str(targets[0].pid)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while cuda_machine.calls["checkpoint"] == calls:
+            time.sleep(0.01)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            process.send_signal(number)
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode in (129, 143)
+    assert "undone: 1 process" in json.loads(printed)["error"]["message"]

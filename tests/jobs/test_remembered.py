@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from cuckpt import proc, remembered
+from cuckpt.group import GroupError, ProcessGroup
 from cuckpt.process import Process
-from cuckpt.process_errors import NoRoomError
+from cuckpt.process_errors import NoRoomError, ProcessLostError
 from cuckpt.target import Target
 
 pytestmark = pytest.mark.thread_unsafe(reason="one machine, and other processes")
@@ -112,3 +113,26 @@ def test_folder_is_the_users(monkeypatch):
     assert remembered._path() == "/run/user/1000/cuckpt"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert remembered._path() == "/tmp/cuckpt-1000"
+
+
+def test_loss_is_known_to_other_programs(cuda_machine):
+    target = cuda_machine.spawn({0: MIB})
+    process = Process(target.pid)
+    process.suspend()
+    remembered.keep(process._key, lost=True)  # as another program found
+    assert process._is_lost
+    with pytest.raises(ProcessLostError, match="end it"):
+        process.suspend()
+    with pytest.raises(GroupError):
+        ProcessGroup.from_pids([target.pid]).suspend()
+    process.resume()  # and so it was not
+    assert not process._is_lost
+    target.check()
+
+
+def test_map_for_a_running_process_is_noted(cuda_machine):
+    target = cuda_machine.spawn({0: MIB})
+    (note,) = Process(target.pid).resume(gpu_map={0: 0}).notes
+    assert "not used" in note
+    report = ProcessGroup.from_pids([target.pid]).resume(gpu_map={0: 0})
+    assert any("not used" in note for note in report.outcomes[target.pid].notes)
