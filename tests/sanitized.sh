@@ -20,8 +20,8 @@ python -m pip install -q --no-build-isolation --no-deps --target "$work/site" "$
 unset CFLAGS
 # The interpreter is not instrumented: the runtime library comes first, leaks of
 # the interpreter are not reported, and its allocator does not hide errors. Left
-# out: tests that compare memory use or run many processes, such as run a compiler,
-# and Numba, whose compiler is large.
+# out: tests that compare memory use or run many processes, such as run a compiler or
+# the command line, and Numba, whose compiler is large.
 case $kind in
     *address*) runtime=libasan.so ;;
     *thread*) runtime=libtsan.so ;;
@@ -37,4 +37,5 @@ PYTHONMALLOC=malloc PYTHONPATH="$work/site" \
     --ignore tests/test_jobs.py \
     --deselect tests/test_lifetime.py::test_nothing_leaks \
     --deselect "$many" \
+    --deselect "tests/test_simulator_command.py::test_scenarios_of_the_real_driver_pass[13.0-command-line]" \
     --deselect tests/test_lifetime.py::test_memory_is_the_same_after_many_calls "$@"

@@ -12,19 +12,26 @@ import pytest
 pytestmark = pytest.mark.thread_unsafe(reason="each test runs programs of its own")
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "cuckpt")
-SCENARIOS = Path(__file__).parent / "gpu"
+GPU = Path(__file__).parent / "gpu"
+COMMAND_LINE = [GPU / "test_cli_contract.py", GPU / "test_criu.py"]
+SCENARIOS = sorted(
+    {*GPU.glob("test_*.py")} - {*COMMAND_LINE, GPU / "test_frameworks.py"}
+)
 
 
 # The measured driver is of version 13.0; what a newer one adds is documented.
 @pytest.mark.parametrize(
     ("version", "scenarios"),
-    [("13.0", SCENARIOS), ("13.5", SCENARIOS / "test_scenarios.py")],
-    ids=["13.0", "13.5"],
+    [
+        ("13.0", SCENARIOS),
+        ("13.0", COMMAND_LINE),
+        ("13.5", [GPU / "test_scenarios.py"]),
+    ],
+    ids=["13.0", "13.0-command-line", "13.5"],
 )
 def test_scenarios_of_the_real_driver_pass(simulate, version, scenarios):
     result = simulate(
-        *(sys.executable, "-m", "pytest", "--driver=real", "-q", scenarios),
-        *("--ignore", SCENARIOS / "test_frameworks.py"),
+        *(sys.executable, "-m", "pytest", "--driver=real", "-q", *scenarios),
         driver_version=version,
         gpus=2,
         timeout=600,
