@@ -3,17 +3,25 @@
 #
 #   tests/free_threaded.sh             builds such a Python from Debian's source
 #   tests/free_threaded.sh PYTHON      uses this one
+#   tests/free_threaded.sh --build DIR only builds it: DIR/bin/python3.13t
 #
 # The build takes three minutes, and wants apt, a C compiler, and the packages that
 # Python is built with (.ci/run names them). All is done in a temporary folder.
 # cuda.bindings has no wheels for it, so the comparisons with it are left out.
 set -euo pipefail
-python=${1:+$(realpath -s "$(command -v "$1")")}
+python=
+if [ "${1:-}" = --build ]; then
+    prefix=$(realpath -m "$2")
+else
+    python=${1:+$(realpath -s "$(command -v "$1")")}
+fi
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
+# Build it in a folder.
 build_python() {
+    local prefix=$1
     local mirror
     mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' |
         grep -m 1 '/debian/\?$')
@@ -31,7 +39,7 @@ build_python() {
     tar -xf "$work"/python3.13_*.orig.tar.xz --strip-components=1 -C "$work/source"
     (
         cd "$work/source"
-        ./configure -q --disable-gil --prefix="$work/python"
+        ./configure -q --disable-gil --prefix="$prefix"
         make -s -j"$(nproc)"
         make -s install
     ) >"$work/build.log" 2>&1 || {
@@ -40,8 +48,12 @@ build_python() {
     }
 }
 
+if [ -n "${prefix:-}" ]; then
+    build_python "$prefix"
+    exit
+fi
 if [ -z "$python" ]; then
-    build_python
+    build_python "$work/python"
     python=$work/python/bin/python3.13t
 fi
 "$python" -m venv "$work/venv"
