@@ -68,8 +68,13 @@ python -P -W error -c '
 import sys, cuckpt.driver
 assert not sys._is_gil_enabled(), "a module of cuckpt turned the GIL on"
 print(sys.version)'
+# What runs many programs, and has no threads, is left out as well.
+many=tests/test_simulator_processes.py
+many+=::test_two_hundred_targets_suspend_and_resume_and_leave_nothing
 PYTHON_GIL=0 python -P -m pytest --parallel-threads=4 \
     --ignore tests/test_parity.py --ignore tests/test_simulator_peers.py \
     --ignore tests/test_simulator_cuda_core.py --ignore tests/test_simulator_numba.py \
     --ignore tests/test_simulator_threads.py --ignore tests/test_jobs.py \
+    --ignore tests/test_cli_contract.py --ignore tests/test_cli_shim.py \
+    --deselect "$many" \
     --deselect tests/test_simulator_command.py::test_scenarios_of_the_real_driver_pass

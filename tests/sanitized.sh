@@ -35,6 +35,7 @@ PYTHONMALLOC=malloc PYTHONPATH="$work/site" \
     python -P -m pytest --ignore tests/test_cython.py --ignore tests/test_examples.py \
     --ignore tests/test_simulator_threads.py --ignore tests/test_simulator_numba.py \
     --ignore tests/test_jobs.py \
+    --ignore tests/test_cli_contract.py --ignore tests/test_cli_shim.py \
     --deselect tests/test_lifetime.py::test_nothing_leaks \
     --deselect "$many" \
     --deselect "tests/test_simulator_command.py::test_scenarios_of_the_real_driver_pass[13.0-command-line]" \
