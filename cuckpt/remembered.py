@@ -33,6 +33,8 @@ def keep(key: Key, **facts: Any) -> None:
         whether it can be restored no more.
     """
     facts = {**recall(key), **facts}
+    with contextlib.suppress(OSError):  # it is there, or what follows fails
+        os.mkdir(_path(), 0o700)
     with contextlib.suppress(OSError), _opened() as folder:
         _forget_the_dead(folder)
         new = f"new-{secrets.token_hex(8)}"
@@ -110,8 +112,6 @@ def _name(key: Key) -> str:
 def _opened() -> Iterator[int]:
     """Yield a descriptor of the folder, which is this user's only."""
     path = _path()
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     folder = os.open(path, flags)
     try:

@@ -19,8 +19,8 @@ from cuckpt.storage.cuda import release
 from cuckpt.storage.errors import ImageError
 from cuckpt.storage.folder import OldImage, Path
 from cuckpt.storage.loading import LoadRun, NotLoadedError
-from cuckpt.storage.manifest import Image, parse
-from cuckpt.storage.reader import damages
+from cuckpt.storage.manifest import Image
+from cuckpt.storage.reader import damages, opened
 from cuckpt.storage.saving import NotSavedError, SaveRun
 from cuckpt.uninterrupted import deadline_in, uninterrupted
 
@@ -59,9 +59,7 @@ def describe(path: Path) -> Image:
         If it cannot be read.
     """
     with OldImage(path) as old:
-        image = parse(old.manifest, old.path)
-        old.open_all({stripe.file: stripe.size for stripe in image.stripes})
-    return image
+        return opened(old)
 
 
 def verify(path: Path) -> Image:
@@ -84,8 +82,7 @@ def verify(path: Path) -> Image:
         If it cannot be read.
     """
     with OldImage(path) as old:
-        image = parse(old.manifest, old.path)
-        old.open_all({stripe.file: stripe.size for stripe in image.stripes})
+        image = opened(old)
         workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
         wrong = damages(old, image.stripes, workers)
     if wrong:

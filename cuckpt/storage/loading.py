@@ -28,10 +28,10 @@ from cuckpt.storage.manifest import (
     Image,
     SavedProcess,
     SavedRegion,
-    parse,
 )
 from cuckpt.storage.operation import Operation, hold_contexts
 from cuckpt.storage.passage import StoragePassage, identity
+from cuckpt.storage.reader import opened
 from cuckpt.uninterrupted import is_asked_to_end
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ class LoadRun(Run):
         if gpu_map is not None:
             maps.check_type(gpu_map)
         with self._begun(cancelled), cuda.used(), OldImage(self._path) as old:
-            image = parse(old.manifest, old.path)
-            old.open_all({stripe.file: stripe.size for stripe in image.stripes})
+            image = opened(old)
             self._take(self._group._members.values())
             if not self._passages:
                 raise NoMembersError(self._finished().skipped)

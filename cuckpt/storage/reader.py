@@ -6,9 +6,32 @@ from collections.abc import Sequence
 from cuckpt.storage.checksum import checksum_of
 from cuckpt.storage.errors import ImageError
 from cuckpt.storage.folder import OldImage
-from cuckpt.storage.manifest import Chunk, Stripe
+from cuckpt.storage.manifest import Chunk, Image, Stripe, parse
 from cuckpt.storage.stripes import StripeFile, padded
 from cuckpt.storage.threads import at_once
+
+
+def opened(old: OldImage) -> Image:
+    """Read the manifest of an image, and open its files.
+
+    Parameters
+    ----------
+    old : OldImage
+
+    Returns
+    -------
+    Image
+
+    Raises
+    ------
+    ImageError
+        If it is damaged, incomplete or of another version.
+    OSError
+        If it cannot be read.
+    """
+    image = parse(old.manifest, old.path)
+    old.open_all({stripe.file: stripe.size for stripe in image.stripes})
+    return image
 
 
 def read_chunk(file: StripeFile, chunk: Chunk, view: memoryview) -> None:
