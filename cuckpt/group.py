@@ -21,7 +21,7 @@ __all__ = ["GroupError", "GroupReport", "ProcessGroup"]
 class ProcessGroup:
     """Processes that are suspended and resumed together.
 
-    Use `from_pids`, `from_tree` or `discover`.
+    Use `from_pids`, `from_tree`, `from_image` or `discover`.
 
     Parameters
     ----------
@@ -127,6 +127,33 @@ class ProcessGroup:
             return {} if root._has_ended() else proc.tree(pid)
 
         return cls(find, **options)
+
+    @classmethod
+    def from_image(
+        cls, path: "str | os.PathLike[str]", **options: Any
+    ) -> "ProcessGroup":
+        """Make a group of the processes that an image is of, to load them.
+
+        Parameters
+        ----------
+        path : str or path
+            Its folder.
+        **options
+            As for the class.
+
+        Returns
+        -------
+        ProcessGroup
+
+        Raises
+        ------
+        ImageError, MissingExtraError, OSError
+            As `cuckpt.storage.describe`.
+        """
+        from cuckpt.storage import describe
+
+        image = describe(path)
+        return cls.from_pids([saved.pid for saved in image.processes], **options)
 
     @classmethod
     def discover(cls, **options: Any) -> "ProcessGroup":
@@ -321,12 +348,13 @@ class ProcessGroup:
         gpu_map: "Mapping[Any, Any] | None" = None,
         *,
         same_process: bool = True,
+        remove: bool = False,
     ) -> GroupReport:
         """Copy the GPU memory of all from one image, then let all run.
 
         Parameters
         ----------
-        path, gpu_map, same_process
+        path, gpu_map, same_process, remove
             As for `Process.load`.
 
         Returns
@@ -345,7 +373,7 @@ class ProcessGroup:
         """
         from cuckpt.storage import load_group
 
-        return load_group(self, path, gpu_map, same_process)
+        return load_group(self, path, gpu_map, same_process, remove)
 
     def _suspending(self, do: Callable[[threading.Event], GroupReport]) -> GroupReport:
         if self._before_suspend is not None:

@@ -54,6 +54,12 @@ class GroupReport:
     skipped: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
 
+    @property
+    def image(self) -> str | None:
+        """The folder of the image that the memory of all is in, or came from."""
+        images = {outcome.image for outcome in self.outcomes.values()}
+        return images.pop() if len(images) == 1 else None
+
     def __str__(self) -> str:
         count = len(self.outcomes)
         what = "process" if count == 1 else "processes"
@@ -115,12 +121,12 @@ class Run:
                 self._all(to(State.LOCKED), self._not(State.CHECKPOINTED))
                 while new := self._group._look_for_members():
                     self._all(to(State.LOCKED), self._take(new))
-                if not self._passages:
-                    raise NoMembersError(self._finished().skipped)
+                self.refuse_nobody()
                 self._compare_with_host_memory()
                 self._all(to(State.CHECKPOINTED))
                 self._all(Passage.check_that_nothing_is_left)
                 self._all(expect(State.CHECKPOINTED))
+                self.refuse_nobody()
                 # In time for this: what was asked for meanwhile is undone as well.
                 if self.cancelled.is_set() or is_asked_to_end():
                     raise KeyboardInterrupt
@@ -273,6 +279,11 @@ class Run:
         except NoRoomError as error:
             for pid in suspended:
                 self._problems.setdefault(pid, NoRoomError(pid, str(error.args[1])))
+
+    def refuse_nobody(self) -> None:
+        """Raise if all have been left out, as when they have ended."""
+        if not self._passages:
+            raise NoMembersError(self._finished().skipped)
 
     def _not(self, state: int) -> list[int]:
         return [pid for pid, initial in self.initial.items() if initial != state]

@@ -42,7 +42,7 @@ _AFTER = {
     "restore": State.LOCKED,
     "unlock": State.RUNNING,
 }
-WHAT_MAKES_ROOM = "free memory on that GPU, or resume with a gpu_map"
+WHAT_MAKES_ROOM = "free memory on that GPU, or name another in gpu_map"
 WHAT_MAY_HELP = "; recover() may once that has changed"
 _MAX_TIMEOUT_MS = (1 << 32) - 1
 _ATTEMPTS_TO_GO_BACK = 3
@@ -84,6 +84,8 @@ class Outcome:
         facts += [f"{verb} {taken:.2f} s" for verb, taken in self.seconds.items()]
         if self.used_bytes:
             facts.append(maps.mib(sum(self.used_bytes.values())))
+        if self.image is not None:
+            facts.append(f"image {self.image}")
         lines = _wrapped(f"{self.pid} {self.name}: {', '.join(facts)}", "", "    ")
         for note in self.notes:
             lines += _wrapped(note, "  - ", "    ")

@@ -429,6 +429,7 @@ class Process:
         gpu_map: "Mapping[Any, Any] | None" = None,
         *,
         same_process: bool = True,
+        remove: bool = False,
     ) -> Outcome:
         """Copy its GPU memory from an image, and let it run.
 
@@ -445,6 +446,8 @@ class Process:
         same_process : bool
             Whether the image must be that of this very process, from its last save.
             Not so after CRIU, say, has made the process anew.
+        remove : bool
+            Whether to remove the image, and its folder, once it runs.
 
         Returns
         -------
@@ -466,7 +469,7 @@ class Process:
         """
         from cuckpt.storage import load_process
 
-        return load_process(self, path, gpu_map, same_process)
+        return load_process(self, path, gpu_map, same_process, remove)
 
     def wait_for_state(self, state: str, timeout_s: float | None = None) -> None:
         """Wait until it has a state.

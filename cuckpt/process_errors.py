@@ -63,7 +63,9 @@ class NoMembersError(ProcessLookupError):
         self.skipped = dict(skipped)
 
     def __str__(self) -> str:
-        return "\n  ".join(["the group has no members", *skipped_lines(self.skipped)])
+        return "\n  ".join(
+            ["there is no process with CUDA state", *skipped_lines(self.skipped)]
+        )
 
 
 def skipped_lines(skipped: Mapping[int, str]) -> list[str]:

@@ -18,8 +18,8 @@ from cuckpt.storage.copier import MAX_WORKERS
 from cuckpt.storage.cuda import release
 from cuckpt.storage.errors import ImageError
 from cuckpt.storage.folder import OldImage, Path
-from cuckpt.storage.loading import LoadRun, NotLoadedError
-from cuckpt.storage.manifest import Image
+from cuckpt.storage.loading import LoadRun, NotLoadedError, why_not
+from cuckpt.storage.manifest import Image, SavedProcess, SavedRegion
 from cuckpt.storage.reader import damages, opened
 from cuckpt.storage.saving import NotSavedError, SaveRun
 from cuckpt.uninterrupted import deadline_in, uninterrupted
@@ -33,7 +33,10 @@ __all__ = [
     "ImageError",
     "NotLoadedError",
     "NotSavedError",
+    "SavedProcess",
+    "SavedRegion",
     "describe",
+    "needed_by",
     "release",
     "verify",
 ]
@@ -86,8 +89,45 @@ def verify(path: Path) -> Image:
         workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
         wrong = damages(old, image.stripes, workers)
     if wrong:
-        raise ImageError("\n  ".join([f"{image.path} is damaged:", *wrong]))
+        raise ImageError("\n  ".join([f"{image.path} is not what was saved:", *wrong]))
     return image
+
+
+def needed_by(path: Path) -> list[int]:
+    """Tell for which processes an image is; without any it can be removed.
+
+    Those are suspended, their GPU memory is in it, and they have not been saved to
+    another one since, as far as this user's programs know.
+
+    Parameters
+    ----------
+    path : str or path
+        Its folder.
+
+    Returns
+    -------
+    list of int
+        Their pids.
+
+    Raises
+    ------
+    ImageError, OSError
+        As `describe`.
+    """
+    from cuckpt.process import Process
+
+    needed = []
+    with OldImage(path) as old:
+        image = opened(old)
+        for saved in image.processes:
+            try:
+                process = Process(saved.pid)
+                state = process._read_state()
+            except (ProcessGoneError, ValueError, driver.NotInitializedError):
+                continue  # it is another's pid by now, if anybody's
+            if not why_not(process, state, saved, old.users(), image):
+                needed.append(saved.pid)
+    return needed
 
 
 def save_group(
@@ -115,10 +155,11 @@ def load_group(
     path: Path,
     gpu_map: "Mapping[Any, Any] | None",
     same_process: bool,
+    remove: bool,
 ) -> GroupReport:
     """Load all members; see `ProcessGroup.load`."""
     _require_custom_storage()
-    run = LoadRun(group, path, same_process)
+    run = LoadRun(group, path, same_process, remove)
     with group._told():
         return uninterrupted(lambda cancelled: run.load(cancelled, gpu_map))
 

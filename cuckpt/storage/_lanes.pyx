@@ -69,7 +69,7 @@ ctypedef ssize_t (*read_t)(int, void *, size_t, off_t) noexcept nogil
 
 cdef enum:
     BLOCK = 4096
-    PIECE = 256 << 10
+    PIECE = 1 << 20         # smaller takes more calls, larger leaves the cache
     CACHESTAT = 451         # the number of that system call on all machines
 
 cpdef enum Kind:            # of chunks

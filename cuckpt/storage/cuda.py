@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from cuckpt import driver as checkpoint
-from cuckpt.errors import driver_error
+from cuckpt.errors import DriverError, driver_error
 from cuckpt.process_errors import MissingExtraError
 
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: pinned for all contexts
@@ -43,6 +43,14 @@ class Buffer:
         self.address = int(call("cuMemHostAlloc", size, _PORTABLE))
         memory = (ctypes.c_char * size).from_address(self.address)
         self.view = memoryview(memory).cast("B")
+
+    def is_there(self) -> bool:
+        """Tell whether it is still pinned: a context that is reset takes it along."""
+        try:
+            call("cuMemHostGetFlags", self.address)
+        except DriverError:
+            return False
+        return True
 
     def free(self) -> None:
         """Give the memory back; nobody may use it any more."""
@@ -230,11 +238,33 @@ def _current(contexts: dict[int, int]) -> Iterator[None]:
     yield
 
 
+def _forget_what_is_gone() -> None:
+    """Forget what others have destroyed, as by cudaDeviceReset or a machine's end."""
+    for gpu in [*_contexts]:
+        if not _is_active(gpu):
+            del _contexts[gpu]
+    with _current(_contexts):
+        for size, buffers in _pool.items():
+            _pool[size] = [buffer for buffer in buffers if buffer.is_there()]
+
+
+def _is_active(gpu: int) -> bool:
+    try:
+        checkpoint.init(0)
+        device = checkpoint.device_get(gpu)
+        _, is_active = bindings().cuDevicePrimaryCtxGetState(device)[1:]
+    except DriverError:
+        return False
+    return bool(is_active)
+
+
 @contextlib.contextmanager
 def used() -> Iterator[None]:
     """Keep others from the release of what is in use."""
     global _users
     with _lock:
+        if not _users:
+            _forget_what_is_gone()
         _users += 1
     try:
         yield
@@ -257,6 +287,7 @@ def release() -> None:
     with _lock:
         if _users:
             raise RuntimeError("a save or load is under way: release after it")
+        _forget_what_is_gone()
         buffers = [buffer for free in _pool.values() for buffer in free]
         contexts = dict(_contexts)
         _pool.clear()

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from cuckpt import proc
+from cuckpt.gpu_map import mib
 from cuckpt.storage.errors import ImageError
 from cuckpt.storage.manifest import Content, Stripe
 from cuckpt.storage.stripes import StripeFile, padded
@@ -68,7 +69,7 @@ class NewImage:
     """
 
     def __init__(self, path: Path, replace: bool = False, durable: bool = True) -> None:
-        self.path = os.path.abspath(path)
+        self.path = absolute(path)
         self._durable = durable
         self._token = secrets.token_hex(4)
         self._reserved: list[StripeFile] = []
@@ -87,20 +88,21 @@ class NewImage:
             raise
 
     def _refuse(self, replace: bool) -> None:
-        facts = os.fstat(self._folder)
-        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-            raise PermissionError(
-                f"{self.path} is not this user's alone, and an image holds all that "
-                "was in GPU memory: name a folder that is not there yet, or chmod 700"
-            )
-        _lock(self._folder, self.path, fcntl.LOCK_EX)
         names = os.listdir(self._folder)
         others = sorted(name for name in names if not _PART.fullmatch(name))
         if others:
             raise FileExistsError(
                 f"{self.path} holds something else, such as {others[0]}: name a folder "
-                "of the image's own"
+                "of the image's own, as one in it that is not there yet"
             )
+        facts = os.fstat(self._folder)
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+            raise PermissionError(
+                f"{self.path} is not this user's alone, and an image holds all that "
+                "was in GPU memory: chmod 700 it, or name a folder that is not there "
+                "yet"
+            )
+        _lock(self._folder, self.path, fcntl.LOCK_EX)
         if MANIFEST in names and not replace:
             raise FileExistsError(
                 f"{self.path} holds an image already: remove it, or have it replaced "
@@ -118,7 +120,7 @@ class NewImage:
         if limit != resource.RLIM_INFINITY and size > limit:
             raise OSError(
                 errno.EFBIG,
-                f"files of {size} bytes are needed, {limit} are allowed (ulimit -f)",
+                f"files need {mib(size)} each, and may have {mib(limit)} (ulimit -f)",
                 self.path,
             )
 
@@ -147,7 +149,9 @@ class NewImage:
         free = left.f_bavail * left.f_frsize
         if size > free:
             raise OSError(
-                errno.ENOSPC, f"{size} bytes are needed and {free} are free", self.path
+                errno.ENOSPC,
+                f"{mib(size)} are needed and {mib(free)} are free",
+                self.path,
             )
 
     def create(self, size: int) -> StripeFile:
@@ -329,7 +333,7 @@ class OldImage:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = os.path.abspath(path)
+        self.path = absolute(path)
         with _friendly(self.path):
             self._folder = os.open(self.path, _FOLDER)
         self._files: dict[str, StripeFile] = {}
@@ -405,6 +409,22 @@ class OldImage:
         """
         _add_user(self._folder, identity)
 
+    def remove(self) -> None:
+        """Remove the image, and its folder.
+
+        Raises
+        ------
+        ImageError
+            If somebody else reads it.
+        OSError
+            If that cannot be.
+        """
+        _lock(self._folder, self.path, fcntl.LOCK_EX)
+        for name in sorted(os.listdir(self._folder), key=lambda name: name != MANIFEST):
+            if _PART.fullmatch(name):
+                os.unlink(name, dir_fd=self._folder)
+        os.rmdir(self.path)
+
     def _open(self, name: str) -> int:
         try:
             file = os.open(name, os.O_RDONLY | _FILE, dir_fd=self._folder)
@@ -447,7 +467,7 @@ class InMemory:
         left = proc.memory_left()
         if left is not None and left[0] < size:
             raise MemoryError(
-                f"host memory: {size} bytes are needed and {left[0]} are left"
+                f"host memory: {mib(size)} are needed and {mib(left[0])} are left"
             )
         self._files: dict[str, StripeFile] = {}
         self._lock = threading.Lock()
@@ -499,6 +519,23 @@ class InMemory:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def absolute(path: Path) -> str:
+    """Return the whole path of a folder.
+
+    Parameters
+    ----------
+    path : str or path
+
+    Raises
+    ------
+    ValueError
+        If it is empty, as of a variable that is not set.
+    """
+    if not os.fspath(path):
+        raise ValueError("path is empty: name a folder")
+    return os.path.abspath(os.fsdecode(path))
 
 
 def _make(path: str) -> bool:

@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cuckpt import driver, gpu_map as maps, proc, uuids
 from cuckpt.group_run import Failed, GroupReport, Run
 from cuckpt.passage import Passage, State, state_text
-from cuckpt.process_errors import (
-    NoMembersError,
-    ProcessError,
-    ProcessLeftError,
-)
+from cuckpt.process_errors import ProcessError, ProcessLeftError
 from cuckpt.storage import cuda
 from cuckpt.storage.copier import Copier, Region
 from cuckpt.storage.errors import ImageError
@@ -53,12 +49,17 @@ class LoadRun(Run):
         The folder.
     same_process : bool
         Whether to take an image only of the process itself, and once only.
+    remove : bool
+        Whether to remove the image once all run.
     """
 
-    def __init__(self, group: "ProcessGroup", path: Path, same_process: bool) -> None:
+    def __init__(
+        self, group: "ProcessGroup", path: Path, same_process: bool, remove: bool
+    ) -> None:
         super().__init__(group)
         self._path = path
         self._same_process = same_process
+        self._remove = remove
 
     def load(
         self, cancelled: threading.Event, gpu_map: "Mapping[Any, Any] | None"
@@ -69,8 +70,7 @@ class LoadRun(Run):
         with self._begun(cancelled), cuda.used(), OldImage(self._path) as old:
             image = opened(old)
             self._take(self._group._members.values())
-            if not self._passages:
-                raise NoMembersError(self._finished().skipped)
+            self.refuse_nobody()
             self._match(image, old)
             self._prepare(gpu_map, dict.fromkeys(self.initial, State.RUNNING))
             with self._brought_back():
@@ -83,6 +83,9 @@ class LoadRun(Run):
             self._use_up(old)
             self._each(lambda passage: passage.go_back(State.RUNNING), self._passages)
             self._raise_problems()
+            self.refuse_nobody()
+            if self._remove:
+                self._remove_image(old)
         return self._finished()
 
     def _passage_of(self, member: "Process") -> Passage:
@@ -112,42 +115,25 @@ class LoadRun(Run):
         used_up = old.users()
         for loader in self._loaders:
             pid = loader.process.pid
-            why = self._why_not(loader, saved.get(pid), used_up, image)
-            if why is None:
+            why = f"is not in {image.path}"
+            if pid in saved:
+                why = why_not(
+                    loader.process,
+                    loader.initial,
+                    saved[pid],
+                    used_up,
+                    image,
+                    self._same_process,
+                )
+            if not why:
                 loader.saved = saved[pid]
                 loader.outcome.image = image.path
+                loader.outcome.used_bytes = {
+                    region.gpu: region.size for region in saved[pid].regions
+                }
             else:
                 self._problems[pid] = NotLoadedError(pid, why)
         self._raise_problems()
-
-    def _why_not(
-        self,
-        loader: "LoadPassage",
-        saved: SavedProcess | None,
-        used_up: set[str],
-        image: Image,
-    ) -> str | None:
-        if loader.initial != State.CHECKPOINTED:
-            return f"is {state_text(loader.initial)}, not checkpointed"
-        if saved is None:
-            return f"is not in {self._path}"
-        own = identity(loader.process)
-        if own != f"{saved.pid} {saved.start_time} {saved.boot_id}":
-            if not self._same_process:
-                return None
-            return (
-                f"is another process than the one in {self._path}, though it has its "
-                "pid; same_process=False loads it nevertheless"
-            )
-        latest = loader.process._image
-        if latest is not None and latest[1] != image.checksum:
-            return f"has been saved since, to {latest[0]}: this image does not fit"
-        if own in used_up:
-            return (
-                f"has been loaded from {self._path} before, and has run since: this "
-                "image does not fit any more"
-            )
-        return None
 
     def _leave_out_the_dead(self, saved: dict[int, SavedProcess]) -> None:
         """Leave out whose process has ended: that one is not loaded any more."""
@@ -187,10 +173,19 @@ class LoadRun(Run):
             for loader in loaders:
                 pid = loader.process.pid
                 why = f"{old.path}: {str(error) or type(error).__name__}"
+                if isinstance(error, ImageError):
+                    why += "; load() it from a whole copy of the image"
                 problem = NotLoadedError(pid, f"was not loaded from {why}")
                 problem.__cause__ = error
                 self._problems[pid] = problem
             raise Failed from None
+
+    def _remove_image(self, old: OldImage) -> None:
+        try:
+            old.remove()
+        except (OSError, ImageError) as error:
+            for loader in self._loaders:
+                loader.note(f"the image could not be removed: {error}")
 
     def _use_up(self, old: OldImage) -> None:
         """Let nobody load these processes from it again: they run on from here."""
@@ -290,6 +285,53 @@ class LoadPassage(StoragePassage):
             raise self.lost(
                 f"it is half filled and must not run, and {error.args[1]}"
             ) from error
+
+
+def why_not(
+    process: "Process",
+    state: int,
+    saved: SavedProcess,
+    used_up: set[str],
+    image: Image,
+    same_process: bool = True,
+) -> str:
+    """Tell why a process cannot be loaded from an image; nothing if it can.
+
+    Parameters
+    ----------
+    process : Process
+    state : int
+    saved : SavedProcess
+        What the image has of its pid.
+    used_up : set of str
+        Who has been loaded from it.
+    image : Image
+    same_process : bool
+        As for `LoadRun`.
+
+    Returns
+    -------
+    str
+    """
+    if state != State.CHECKPOINTED:
+        return f"is {state_text(state)}: there is nothing to load"
+    own = identity(process)
+    if own != f"{saved.pid} {saved.start_time} {saved.boot_id}":
+        if not same_process:
+            return ""
+        return (
+            f"is another process than the one in {image.path}, though it has its "
+            "pid; same_process=False loads it nevertheless"
+        )
+    latest = process._image
+    if latest is not None and latest[1] != image.checksum:
+        return f"has been saved since, to {latest[0]}: this image does not fit"
+    if own in used_up:
+        return (
+            f"has been loaded from {image.path} before, and has run since: this image "
+            "does not fit any more, and resume() brings it back"
+        )
+    return ""
 
 
 def _version(number: int) -> str:

@@ -19,15 +19,11 @@ import cuckpt
 from cuckpt import driver, gpu_map as maps, proc
 from cuckpt.group_run import Failed, GroupReport, Run, expect, to
 from cuckpt.passage import WHAT_MAY_HELP, Passage, State
-from cuckpt.process_errors import (
-    NoMembersError,
-    ProcessError,
-    ProcessLeftError,
-)
+from cuckpt.process_errors import ProcessError, ProcessLeftError
 from cuckpt.storage import cuda
 from cuckpt.storage.copier import Copier, Region, Source, Target
 from cuckpt.storage.errors import ImageError
-from cuckpt.storage.folder import InMemory, NewImage, Path
+from cuckpt.storage.folder import InMemory, NewImage, Path, absolute
 from cuckpt.storage.manifest import Content, Image, SavedProcess, SavedRegion
 from cuckpt.storage.operation import Operation, gpu_name, hold_contexts
 from cuckpt.storage.passage import StoragePassage, identity
@@ -68,7 +64,7 @@ class SaveRun(Run):
         durable: bool,
     ) -> None:
         super().__init__(group, deadline)
-        self._paths = [os.path.abspath(os.fspath(each)) for each in (path, *fallback)]
+        self._paths = [absolute(each) for each in (path, *fallback)]
         if len({os.path.realpath(each) for each in self._paths}) < len(self._paths):
             raise ValueError("a folder is named twice")
         self._all_paths = list(self._paths)
@@ -100,6 +96,7 @@ class SaveRun(Run):
                     self._all(StoragePassage.complete)
                     self._all(Passage.check_that_nothing_is_left)
                     self._all(expect(State.CHECKPOINTED))
+                    self.refuse_nobody()  # to whom else the image would be of use
                     if self.cancelled.is_set() or is_asked_to_end():
                         raise KeyboardInterrupt
             except BaseException:
@@ -179,13 +176,12 @@ class SaveRun(Run):
         sizes = self._sizes()
         files = len(self.copier.file_sizes(sizes))
         image.check_room(sum(sizes))
-        for passage in self._passages.values():
-            passage.note(
-                f"it would go to {image.path}, with all others at most "
-                f"{maps.mib(sum(sizes))} in {files} files"
-                if sizes
-                else f"it would go to {image.path}; how much it is is not known"
-            )
+        self._note(
+            f"it would go to {image.path}; all of the image has at most "
+            f"{maps.mib(sum(sizes))}, in {files} {'file' if files == 1 else 'files'}"
+            if sizes
+            else f"it would go to {image.path}; how much it is is not known"
+        )
 
     def _reserve(self, image: NewImage) -> None:
         sizes = self._sizes()
@@ -207,14 +203,12 @@ class SaveRun(Run):
         while new := self._group._look_for_members():
             self._all(to(State.LOCKED), self._take(new))
             self._refuse_suspended()
-        if not self._passages:
-            raise NoMembersError(self._finished().skipped)
+        self.refuse_nobody()
 
     def _begin_all(self) -> None:
         for pid in list(self._passages):  # one after the other
             self._all(SavePassage.begin, [pid])
-        if not self._passages:  # they have ended
-            raise NoMembersError(self._finished().skipped)
+        self.refuse_nobody()
 
     def _copy_all(self, first: NewImage) -> None:
         """Copy all to one folder and publish; try the others if one fails."""

@@ -320,7 +320,7 @@ def test_what_cannot_be_done_is_said_in_few_lines(targets):
     for arguments, problem in (
         (["suspend", thread], f"{thread} is a thread of process {targets[0].pid}"),
         (["suspend", 1, 4194305], "process 1: no CUDA state process 4194305: ERROR_"),
-        (["recover", 4194305], "the group has no members"),
+        (["recover", 4194305], "there is no process with CUDA state"),
         (["resume", "--tree", 4194305], "process 4194305 is not there"),
         (["ps", "--tree", 4194305], "process 4194305 is not there"),
         (["suspend", targets[0].pid, "--trace", "/none/x"], "/none/x: No such file"),
