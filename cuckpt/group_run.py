@@ -377,6 +377,9 @@ class Run:
                     passage.note_how_it_is(self.initial[pid])
             # That one cannot be brought back counts for more than why it had to be.
             self._problems = {**failed, **self._problems}
+            for pid in failed.keys() - self._passages.keys():  # ended meanwhile
+                why = self._report.skipped.get(pid, "has ended")
+                self._problems[pid] = ProcessGoneError(pid, why)
             raise
 
     @contextlib.contextmanager
@@ -430,10 +433,9 @@ class Run:
             lines.append(line + (f"; {problems[pid]}" if pid in problems else ""))
             lines += [f"  {note}" for note in outcome.notes]
         lines += skipped_lines(self._report.skipped)
+        count = problems.keys() | self._passages.keys()
         error = GroupError(
-            "\n  ".join(
-                [f"{len(problems)} of {len(self._passages)} processes failed", *lines]
-            ),
+            "\n  ".join([f"{len(problems)} of {len(count)} processes failed", *lines]),
             list(problems.values()),
         )
         error.report = self._report

@@ -186,6 +186,7 @@ class Passage:
 
     def look(self) -> int:
         """Return its state, unless nothing can be done in that."""
+        image = self.process._image
         state = self.read_state()
         self.outcome.before = state_text(state)
         if state in (State.CHECKPOINTING, State.RESTORING):
@@ -201,8 +202,8 @@ class Passage:
                 f"is {state_text(state).upper()}: nothing helps any more",
             )
         self.initial = self._state = State(state)
-        if state != State.CHECKPOINTED and self.process._image is not None:
-            self.process._image = None  # another program has loaded it
+        if state != State.CHECKPOINTED:
+            self.process._forget_image(image)  # another program has loaded it
         if state == State.RUNNING:
             self.process._used_bytes = self.noted(
                 "used memory", self.process.used_memory

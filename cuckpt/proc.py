@@ -4,6 +4,7 @@ Nothing here calls the driver or waits for anybody.
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +68,8 @@ def read_status(pid: int) -> dict[str, str] | None:
                 name: value.strip()
                 for name, _, value in (line.partition(":") for line in file)
             }
-    except OSError:
+    except OSError as error:
+        _raise_if_it_is_here(error)
         return None
 
 
@@ -373,9 +375,16 @@ def _stat(path: str) -> list[str]:
             content = os.read(file, 4096)
         finally:
             os.close(file)
-    except OSError:
+    except OSError as error:
+        _raise_if_it_is_here(error)
         return []
     return content.rpartition(b")")[2].decode().split()
+
+
+def _raise_if_it_is_here(error: OSError) -> None:
+    """Raise an error that tells of this program: without descriptors, say."""
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        raise error
 
 
 def _lines(path: "str | Path") -> list[str]:

@@ -34,7 +34,8 @@ _TIMES_TO_ASK = 4
 # one need not have suspended it with the same object.
 _used_bytes_of: dict[tuple[int, int | None], dict[str, int]] = {}
 _lost: set[tuple[int, int | None]] = set()
-_images: dict[tuple[int, int | None], list[str]] = {}
+# Only where nothing can be kept for other programs, which may know better.
+_images: dict[tuple[int, int | None], list[Any]] = {}
 
 
 class Process:
@@ -550,20 +551,28 @@ class Process:
             _used_bytes_of[self._key] = used
 
     @property
-    def _image(self) -> list[str] | None:
-        """The image that it was saved to, and not loaded from: folder and checksum."""
+    def _image(self) -> list[Any] | None:
+        """The image that it was saved to, and not loaded from.
+
+        Its folder, its checksum, and the GPUs on which a load that failed has left
+        the memory of others.
+        """
         if self._key not in _images:
             return remembered.recall(self._key).get("image")
         return _images[self._key]
 
     @_image.setter
-    def _image(self, image: list[str] | None) -> None:
+    def _image(self, image: list[Any] | None) -> None:
+        _images.pop(self._key, None)
         if image is None:
-            _images.pop(self._key, None)
             remembered.forget(self._key)
-        else:
+        elif not remembered.keep(self._key, image=image):
             _images[self._key] = image
-            remembered.keep(self._key, image=image)
+
+    def _forget_image(self, image: list[Any] | None) -> None:
+        """Forget an image, unless another program knows of a later one."""
+        if image is not None and self._image == image:
+            self._image = None
 
     @property
     def _is_lost(self) -> bool:

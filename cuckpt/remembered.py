@@ -21,16 +21,21 @@ _OLD_S = 60
 Key = tuple[int, int | None]  # pid and start time
 
 
-def keep(key: Key, **facts: Any) -> None:
-    """Keep something of a process, besides what is kept.
+def keep(key: Key, **facts: Any) -> bool:
+    """Keep something of a process, besides what is kept; tell whether that worked.
 
     Parameters
     ----------
     key : tuple of int
         Its pid and start time.
     **facts
-        `used_bytes`, by the UUID of the GPU; `image`, its folder and checksum; `lost`,
-        whether it can be restored no more.
+        `used_bytes`, by the UUID of the GPU; `image`, its folder and checksum, and
+        where a load that failed left memory of which GPU; `lost`, whether it can be
+        restored no more.
+
+    Returns
+    -------
+    bool
     """
     facts = {**recall(key), **facts}
     with contextlib.suppress(OSError):  # it is there, or what follows fails
@@ -42,6 +47,8 @@ def keep(key: Key, **facts: Any) -> None:
         with os.fdopen(os.open(new, flags, 0o600, dir_fd=folder), "w") as file:
             json.dump(facts, file)
         os.replace(new, _name(key), src_dir_fd=folder, dst_dir_fd=folder)
+        return True
+    return False
 
 
 def recall(key: Key) -> dict[str, Any]:
@@ -80,8 +87,10 @@ def _is_memory(value: Any) -> bool:
 def _is_image(value: Any) -> bool:
     return (
         isinstance(value, list)
-        and len(value) == 2
-        and all(isinstance(text, str) for text in value)
+        and len(value) == 3
+        and all(isinstance(text, str) for text in value[:2])
+        and isinstance(value[2], dict)
+        and all(isinstance(gpu, str) for pair in value[2].items() for gpu in pair)
     )
 
 

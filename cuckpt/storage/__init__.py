@@ -18,8 +18,9 @@ from cuckpt.storage.copier import MAX_WORKERS
 from cuckpt.storage.cuda import release
 from cuckpt.storage.errors import ImageError
 from cuckpt.storage.folder import OldImage, Path
-from cuckpt.storage.loading import LoadRun, NotLoadedError, why_not
+from cuckpt.storage.loading import LoadRun, NotLoadedError
 from cuckpt.storage.manifest import Image, SavedProcess, SavedRegion
+from cuckpt.storage.need import needed_by
 from cuckpt.storage.reader import damages, opened
 from cuckpt.storage.saving import NotSavedError, SaveRun
 from cuckpt.uninterrupted import deadline_in, uninterrupted
@@ -93,43 +94,6 @@ def verify(path: Path) -> Image:
     return image
 
 
-def needed_by(path: Path) -> list[int]:
-    """Tell for which processes an image is; without any it can be removed.
-
-    Those are suspended, their GPU memory is in it, and they have not been saved to
-    another one since, as far as this user's programs know.
-
-    Parameters
-    ----------
-    path : str or path
-        Its folder.
-
-    Returns
-    -------
-    list of int
-        Their pids.
-
-    Raises
-    ------
-    ImageError, OSError
-        As `describe`.
-    """
-    from cuckpt.process import Process
-
-    needed = []
-    with OldImage(path) as old:
-        image = opened(old)
-        for saved in image.processes:
-            try:
-                process = Process(saved.pid)
-                state = process._read_state()
-            except (ProcessGoneError, ValueError, driver.NotInitializedError):
-                continue  # it is another's pid by now, if anybody's
-            if not why_not(process, state, saved, old.users(), image):
-                needed.append(saved.pid)
-    return needed
-
-
 def save_group(
     group: "ProcessGroup",
     path: Path,
@@ -188,8 +152,9 @@ def _alone(process: "Process", do: "Callable[[ProcessGroup], GroupReport]") -> O
         ) from None
     except GroupError as error:
         (problem,) = error.exceptions
-        for note in error.report.outcomes[process.pid].notes:
-            problem.add_note(note)
+        if process.pid in error.report.outcomes:  # it has not ended
+            for note in error.report.outcomes[process.pid].notes:
+                problem.add_note(note)
         raise problem from problem.__cause__
     if process.pid not in report.outcomes:
         raise ProcessGoneError(process.pid, report.skipped[process.pid])

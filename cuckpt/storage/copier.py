@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
-from cuckpt.storage.lanes import Crew, LoadLane, SaveLane, functions
+from cuckpt.storage import cuda
+from cuckpt.storage.lanes import SLOTS, Crew, LoadLane, SaveLane, functions
 from cuckpt.storage.manifest import (
     MAX_CHUNK_BYTES,
     Chunk,
@@ -101,6 +102,24 @@ class Copier:
         self.chunk_bytes = chunk_bytes
         self.workers = workers
         self._checksums = checksums
+
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Make what copies of such regions need, for the GPUs whose contexts are held.
+
+        Then no save fails for want of pinned memory, nor is slow at first.
+
+        Parameters
+        ----------
+        sizes : sequence of int
+            Bytes of each region.
+
+        Raises
+        ------
+        DriverError
+            If not even one can be copied.
+        """
+        lanes = min(self.workers, max(1, len(self.file_sizes(sizes))))
+        cuda.warm_up(self.chunk_bytes, SLOTS * lanes)
 
     def file_sizes(self, sizes: Sequence[int]) -> list[int]:
         """Tell the files that regions of these sizes will have at most.

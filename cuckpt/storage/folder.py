@@ -17,7 +17,7 @@ import resource
 import secrets
 import stat
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from cuckpt import proc
@@ -113,7 +113,8 @@ class NewImage:
         """Remove the files of who was killed in the middle."""
         names = os.listdir(self._folder)
         if MANIFEST not in names:
-            self._remove(names)
+            for name in names:
+                os.unlink(name, dir_fd=self._folder)
 
     def _check_limit(self, size: int) -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -266,25 +267,29 @@ class NewImage:
 
     def commit(self) -> None:
         """Remove what is left of the image of before."""
-        with contextlib.suppress(OSError):
-            self._remove({*os.listdir(self._folder)} - self._names)
+        self._remove_if_possible(lambda name: name not in self._names)
 
-    def add_user(self, identity: str) -> None:
+    def add_user(self, user: str) -> None:
         """As `OldImage.add_user`."""
         self._names.add(_USERS)
-        _add_user(self._folder, identity)
+        _add_user(self._folder, user)
 
     def _give_up(self) -> None:
         for file in *self._files, *self._reserved:
             file.close()
         self._files.clear()
         self._reserved.clear()
+        self._remove_if_possible(
+            lambda name: name.startswith(self._token) or name == _NEW
+        )
+
+    def _remove_if_possible(self, is_meant: Callable[[str], bool]) -> None:
+        names: list[str] = []
         with contextlib.suppress(OSError):
-            self._remove(
-                name
-                for name in os.listdir(self._folder)
-                if name.startswith(self._token) or name == _NEW
-            )
+            names = os.listdir(self._folder)
+        for name in filter(is_meant, names):
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self._folder)
 
     def __enter__(self) -> "NewImage":
         return self
@@ -307,10 +312,6 @@ class NewImage:
                     os.rmdir(self.path)
         _close(self._folder)
         self._folder = -1
-
-    def _remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            os.unlink(name, dir_fd=self._folder)
 
 
 class OldImage:
@@ -399,15 +400,20 @@ class OldImage:
         with os.fdopen(file, "r", errors="replace") as lines:
             return set(lines.read(_MAX_MANIFEST_BYTES).splitlines())
 
-    def add_user(self, identity: str) -> None:
+    def add_user(self, user: str) -> None:
         """Keep in mind that somebody has been loaded from it.
+
+        Parameters
+        ----------
+        user : str
+            Pid, start time and boot of the process, and checksum of the manifest.
 
         Raises
         ------
         OSError
             If that cannot be written.
         """
-        _add_user(self._folder, identity)
+        _add_user(self._folder, user)
 
     def remove(self) -> None:
         """Remove the image, and its folder.
@@ -562,11 +568,11 @@ def _close(folder: int) -> None:
     os.close(folder)
 
 
-def _add_user(folder: int, identity: str) -> None:
+def _add_user(folder: int, user: str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FILE
     file = os.open(_USERS, flags, 0o600, dir_fd=folder)
     try:
-        os.write(file, f"{identity}\n".encode())
+        os.write(file, f"{user}\n".encode())
     finally:
         os.close(file)
 

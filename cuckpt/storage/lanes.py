@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from cuckpt import driver
-from cuckpt.errors import driver_error
+from cuckpt.errors import DriverError, driver_error
 from cuckpt.storage import _lanes, cuda
 from cuckpt.storage._lanes import CHUNK, SLOT, Kind, Outcome
 from cuckpt.storage.checksum import addresses_of_xxhash, from_numbers, to_numbers
 from cuckpt.storage.errors import ImageError
 from cuckpt.storage.manifest import Chunk, Zeros
-from cuckpt.storage.stripes import BLOCK, StripeFile, padded
+from cuckpt.storage.stripes import StripeFile, padded
 from cuckpt.storage.threads import at_once
 
 if TYPE_CHECKING:
     from cuckpt.storage.copier import Advance, Region
 
-_SLOTS = 2
+SLOTS = 2  # of a lane
 
 
 @functools.cache
@@ -90,7 +90,8 @@ class SaveLane:
         """
         records = self._records()
         number = 0
-        with _slots(max(size for _, size in self._pieces)) as slots:
+        longest = max(size for _, size in self._pieces)
+        with _slots(longest, self._region.gpu) as slots:
             while True:
                 outcome, number, code = _lanes.save(
                     functions(),
@@ -107,7 +108,7 @@ class SaveLane:
                 if (outcome, code) == (Outcome.WRITE_FAILED, errno.EINVAL) and (
                     self._file.give_up_direct()
                 ):
-                    # Opened so, but not to be written so; or a short write before.
+                    # O_DIRECT: opened so, but not to be written so; or a short write.
                     records[:] = self._records(records)
                     continue
                 _raise(outcome, code, self._file.name)
@@ -165,10 +166,12 @@ class LoadLane:
         OSError, DriverError
         Stopped
         """
-        records = bytearray().join(self._record(*each) for each in self._chunks)
+        records = self._records(direct=True)
         number = 0
         again = -1
-        with _slots(max(chunk.size for _, chunk in self._chunks)) as slots:
+        is_direct = True
+        longest = max(chunk.size for _, chunk in self._chunks)
+        with _slots(longest, self._region.gpu) as slots:
             while True:
                 outcome, number, code = _lanes.load(
                     functions(),
@@ -187,16 +190,33 @@ class LoadLane:
                     file.forget(chunk.place, chunk.size)
                     length = struct.calcsize(CHUNK)
                     records[number * length : (number + 1) * length] = self._record(
-                        file, chunk, Kind.FRESH
+                        file, chunk, Kind.FRESH, is_direct
                     )
+                    continue
+                if is_direct and (outcome, code) == (Outcome.READ_FAILED, errno.EINVAL):
+                    is_direct = False  # opened so, but not to be read so
+                    records = self._records(direct=False)
                     continue
                 _raise(outcome, code, file.name, chunk.place)
 
-    def _record(self, file: StripeFile, chunk: Chunk, kind: int = 0) -> bytes:
+    def _records(self, direct: bool) -> bytearray:
+        return bytearray().join(
+            self._record(*each, direct=direct) for each in self._chunks
+        )
+
+    def _record(
+        self, file: StripeFile, chunk: Chunk, kind: int = 0, direct: bool = True
+    ) -> bytes:
         if not chunk.checksum:
             kind |= Kind.UNCHECKED
+        plain, past_the_cache = file.descriptors()
         return struct.pack(
-            CHUNK, *chunk[:3], *to_numbers(chunk.checksum), kind, *file.descriptors()
+            CHUNK,
+            *chunk[:3],
+            *to_numbers(chunk.checksum),
+            kind,
+            plain,
+            past_the_cache if direct else -1,
         )
 
 
@@ -257,12 +277,8 @@ class Crew:
         region : Region
         zeros : sequence of Zeros
         """
-        slot = cuda.Slot(BLOCK)
-        try:
-            for offset, size in zeros:
-                slot.clear(region.device_pointer + offset, size)
-        finally:
-            slot.close()
+        start = region.device_pointer
+        cuda.clear([(start + offset, size) for offset, size in zeros], region.gpu)
         self._cleared[number] = sum(size for _, size in zeros)
 
     def _tell(self) -> None:
@@ -293,13 +309,15 @@ def _raise(outcome: int, code: int, name: str, place: int = 0) -> None:
 
 
 @contextlib.contextmanager
-def _slots(size: int) -> Iterator[bytearray]:
+def _slots(size: int, gpu: int) -> Iterator[bytearray]:
     """Yield the records of slots whose buffers hold so many bytes."""
     with contextlib.ExitStack() as stack:
-        slots = []
-        for _ in range(_SLOTS):
-            slots.append(cuda.Slot(padded(size)))
-            stack.callback(slots[-1].close)
+        slots = [cuda.Slot(padded(size), gpu, wait=True)]
+        stack.callback(slots[0].close)
+        with contextlib.suppress(DriverError):  # one will do
+            for _ in range(1, SLOTS):
+                slots.append(cuda.Slot(padded(size), gpu))
+                stack.callback(slots[-1].close)
         yield bytearray().join(struct.pack(SLOT, *slot.record()) for slot in slots)
 
 

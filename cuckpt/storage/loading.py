@@ -71,7 +71,7 @@ class LoadRun(Run):
             image = opened(old)
             self._take(self._group._members.values())
             self.refuse_nobody()
-            self._match(image, old)
+            self._match(image, old.users())
             self._prepare(gpu_map, dict.fromkeys(self.initial, State.RUNNING))
             with self._brought_back():
                 self._begin_all()
@@ -97,7 +97,7 @@ class LoadRun(Run):
             each for each in self._passages.values() if isinstance(each, LoadPassage)
         ]
 
-    def _match(self, image: Image, old: OldImage) -> None:
+    def _match(self, image: Image, users: set[str]) -> None:
         """Find for each member what was saved of it, one to one."""
         if image.cuda_version > driver.driver_get_version():
             raise ImageError(
@@ -106,13 +106,13 @@ class LoadRun(Run):
             )
         saved = {process.pid: process for process in image.processes}
         self._leave_out_the_dead(saved)
+        self._leave_out_who_runs(saved, image, users)
         missing = sorted(saved.keys() - self._passages.keys())
         if missing:
             raise ImageError(
                 f"{image.path} is also, or only, of processes that are not to be "
                 f"loaded: {', '.join(map(str, missing))}; load all of a job together"
             )
-        used_up = old.users()
         for loader in self._loaders:
             pid = loader.process.pid
             why = f"is not in {image.path}"
@@ -121,12 +121,12 @@ class LoadRun(Run):
                     loader.process,
                     loader.initial,
                     saved[pid],
-                    used_up,
+                    users,
                     image,
                     self._same_process,
                 )
             if not why:
-                loader.saved = saved[pid]
+                loader.saved, loader.checksum = saved[pid], image.checksum
                 loader.outcome.image = image.path
                 loader.outcome.used_bytes = {
                     region.gpu: region.size for region in saved[pid].regions
@@ -138,12 +138,31 @@ class LoadRun(Run):
     def _leave_out_the_dead(self, saved: dict[int, SavedProcess]) -> None:
         """Leave out whose process has ended: that one is not loaded any more."""
         for pid in saved.keys() - self._passages.keys():
-            start_time = proc.start_time(pid)
-            if start_time is None or (
-                self._same_process and start_time != saved[pid].start_time
+            now = proc.glance(pid)
+            if (
+                now is None
+                or now.state in "ZX"
+                or (self._same_process and now.start_time != saved[pid].start_time)
             ):
                 del saved[pid]
                 self._report.skipped[pid] = "has ended since it was saved"
+
+    def _leave_out_who_runs(
+        self, saved: dict[int, SavedProcess], image: Image, users: set[str]
+    ) -> None:
+        """Leave out who has run on without the others, unless that is everybody."""
+        run_on = {
+            pid
+            for pid, process in saved.items()
+            if f"{process.identity} {image.checksum}" in users
+            and self.initial.get(pid, State.RUNNING) == State.RUNNING
+        }
+        if run_on == saved.keys():
+            return
+        for pid in run_on:
+            del saved[pid]
+            self._passages.pop(pid, None)
+            self._report.skipped[pid] = "runs on, and not from this image"
 
     def _begin_all(self) -> None:
         for pid in list(self._passages):  # one after the other
@@ -191,7 +210,8 @@ class LoadRun(Run):
         """Let nobody load these processes from it again: they run on from here."""
         for loader in self._loaders:
             loader.process._image = None
-            use_up = functools.partial(old.add_user, identity(loader.process))
+            user = f"{identity(loader.process)} {loader.checksum}"
+            use_up = functools.partial(old.add_user, user)
             loader.noted("whether it is loaded from this image once only", use_up)
 
 
@@ -200,7 +220,9 @@ class LoadPassage(StoragePassage):
 
     Attributes
     ----------
-    saved : SavedProcess
+    saved : SavedProcess or None
+    checksum : str
+        Of the image's manifest.
     """
 
     after: Mapping[str, State] = {
@@ -209,6 +231,7 @@ class LoadPassage(StoragePassage):
         "complete": State.LOCKED,
     }
     saved: SavedProcess | None = None
+    checksum = ""
 
     def needed_bytes(self) -> dict[bytes, int]:
         """Return how much it needs by the UUID of the GPU that it was on."""
@@ -254,19 +277,35 @@ class LoadPassage(StoragePassage):
             super()._call(verb)
 
     def _throw_away(self) -> None:
-        """Checkpoint it without a copy, and bring it back to the GPUs it was on."""
-        pid = self.process.pid
-        self.begun(lambda: Operation.checkpoint(pid, None)).complete()
-        back = [(new, old) for old, new in self._pairs]
-        if any(new != old for new, old in back):
-            self._pairs = []
-            self.begun(lambda: Operation.restore(pid, None, back)).complete()
-            self.begun(lambda: Operation.checkpoint(pid, None)).complete()
+        """Checkpoint it without a copy, and keep in mind on which GPUs it is now."""
+        operation = self.begun(lambda: Operation.checkpoint(self.process.pid, None))
+        try:
+            operation.complete()
+        except driver.DriverError as error:
+            raise self.lost(f"its checkpoint cannot be completed: {error}") from error
+        if self._pairs or self._moved():
+            moved = {uuids.to_text(old): uuids.to_text(new) for old, new in self._pairs}
+            image = self.process._image or [self.outcome.image, self.checksum]
+            self.process._image = [*image[:2], moved]
+
+    def _moved(self) -> dict[bytes, bytes]:
+        """Return where the memory of which GPU is, since a load that failed."""
+        image = self.process._image
+        return {
+            uuids.to_bytes(old): uuids.to_bytes(new)
+            for old, new in (image[2] if image else {}).items()
+        }
 
     def _begin_restore(self) -> None:
         gpus = [self._new_gpu(region.gpu) for region in self._regions()]
+        pairs, moved = self._pairs, self._moved()
+        if moved:
+            pairs = [
+                (moved.get(old, old), new)
+                for old, new in pairs or [(gpu, gpu) for gpu in moved]
+            ]
         self.operation = self.begun(
-            lambda: Operation.restore(self.process.pid, gpus, self._pairs)
+            lambda: Operation.restore(self.process.pid, gpus, pairs)
         )
 
     def go_back(self, initial: int) -> None:
@@ -291,7 +330,7 @@ def why_not(
     process: "Process",
     state: int,
     saved: SavedProcess,
-    used_up: set[str],
+    users: set[str],
     image: Image,
     same_process: bool = True,
 ) -> str:
@@ -303,8 +342,8 @@ def why_not(
     state : int
     saved : SavedProcess
         What the image has of its pid.
-    used_up : set of str
-        Who has been loaded from it.
+    users : set of str
+        As `OldImage.users` has them.
     image : Image
     same_process : bool
         As for `LoadRun`.
@@ -315,8 +354,7 @@ def why_not(
     """
     if state != State.CHECKPOINTED:
         return f"is {state_text(state)}: there is nothing to load"
-    own = identity(process)
-    if own != f"{saved.pid} {saved.start_time} {saved.boot_id}":
+    if identity(process) != saved.identity:
         if not same_process:
             return ""
         return (
@@ -326,7 +364,7 @@ def why_not(
     latest = process._image
     if latest is not None and latest[1] != image.checksum:
         return f"has been saved since, to {latest[0]}: this image does not fit"
-    if own in used_up:
+    if f"{saved.identity} {image.checksum}" in users:
         return (
             f"has been loaded from {image.path} before, and has run since: this image "
             "does not fit any more, and resume() brings it back"

@@ -114,6 +114,11 @@ class SavedProcess:
     boot_id: str
     regions: list[SavedRegion]
 
+    @property
+    def identity(self) -> str:
+        """What no other process has: pid, start time, boot."""
+        return f"{self.pid} {self.start_time} {self.boot_id}"
+
 
 @dataclasses.dataclass
 class Image:

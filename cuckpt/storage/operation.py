@@ -64,7 +64,7 @@ class Operation:
             driver.checkpoint_process_checkpoint(pid, args)
             return args
 
-        return cls(_with_contexts(begin, gpus))
+        return cls(_with_contexts(begin, pid, gpus))
 
     @classmethod
     def restore(
@@ -97,7 +97,7 @@ class Operation:
             driver.checkpoint_process_restore(pid, args)
             return args
 
-        return cls(_with_contexts(begin, gpus))
+        return cls(_with_contexts(begin, pid, gpus))
 
     def complete(self) -> None:
         """Give the memory back to the driver (cuCheckpointOperationComplete).
@@ -181,11 +181,16 @@ def _ordinals() -> Mapping[str, int]:
     return {gpu_uuid(gpu): gpu for gpu in range(driver.device_get_count())}
 
 
-def _with_contexts(begin: "Callable[[], _T]", gpus: Iterable[str] | None) -> "_T":
+def _with_contexts(
+    begin: "Callable[[], _T]", pid: int, gpus: Iterable[str] | None
+) -> "_T":
     """Begin with the contexts of these GPUs, and of all if that is not enough."""
     hold_contexts(gpus)
+    state = driver.checkpoint_process_get_state(pid)
     try:
         return begin()
     except driver.InvalidContextError:
+        if driver.checkpoint_process_get_state(pid) != state:
+            raise  # it was begun
         hold_contexts(None)
         return begin()

@@ -21,7 +21,7 @@ _BETWEEN_EVENTS_S = 0.1
 
 
 def identity(process: "Process") -> str:
-    """Return what no other process has: pid, start time, boot.
+    """Return what `SavedProcess.identity` is of this one.
 
     Parameters
     ----------

@@ -9,10 +9,11 @@ if no folder takes it, host memory does for the way back.
 import contextlib
 import datetime
 import errno
+import itertools
 import os
 import resource
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import cuckpt
@@ -25,6 +26,7 @@ from cuckpt.storage.copier import Copier, Region, Source, Target
 from cuckpt.storage.errors import ImageError
 from cuckpt.storage.folder import InMemory, NewImage, Path, absolute
 from cuckpt.storage.manifest import Content, Image, SavedProcess, SavedRegion
+from cuckpt.storage.need import refuse_needed
 from cuckpt.storage.operation import Operation, gpu_name, hold_contexts
 from cuckpt.storage.passage import StoragePassage, identity
 from cuckpt.uninterrupted import is_asked_to_end
@@ -32,6 +34,8 @@ from cuckpt.uninterrupted import is_asked_to_end
 if TYPE_CHECKING:
     from cuckpt.group import ProcessGroup
     from cuckpt.process import Process
+
+_WORKERS_FOR_THE_WAY_BACK = 4  # of each process: each takes a file descriptor
 
 
 class NotSavedError(ProcessError):
@@ -83,11 +87,12 @@ class SaveRun(Run):
         ):
             self._take(self._group._members.values())
             self._refuse_suspended()
+            first = self._first_that_can(
+                self._tell_what_would_be if dry_run else self._reserve
+            )
             if dry_run:
-                for path in self._paths:
-                    self._tell_what_would_be(self._opened(path))
                 return self._finished()
-            first = self._reserved()
+            self.copier.warm_up(self._sizes())
             try:
                 with self._brought_back():
                     self._lock_all()
@@ -140,14 +145,14 @@ class SaveRun(Run):
             return f"cannot be saved: {error}"
         return None
 
-    def _reserved(self) -> NewImage:
-        """Return the first folder that has space, before anybody is locked."""
+    def _first_that_can(self, do: Callable[[NewImage], None]) -> NewImage:
+        """Return the first folder that can do something, before anybody is locked."""
         errors: list[Exception] = []
         while self._paths:
             path = self._paths.pop(0)
             try:
                 image = self._opened(path)
-                self._reserve(image)
+                do(image)
             except (OSError, ImageError) as error:
                 errors.append(error)
                 continue
@@ -163,6 +168,8 @@ class SaveRun(Run):
             passage.note(text)
 
     def _opened(self, path: Path) -> NewImage:
+        if self._replace:
+            refuse_needed(path)
         return self._open.enter_context(NewImage(path, self._replace, self._durable))
 
     def _sizes(self) -> list[int]:
@@ -188,8 +195,12 @@ class SaveRun(Run):
         files = self.copier.file_sizes(sizes)
         driver.init(0)
         # Of each process on each GPU one at least; and as many for the way back.
-        regions = len(self._passages) * driver.device_get_count()
-        _require_descriptors(3 * max(len(files), self.copier.workers, regions))
+        count = len(self._passages)
+        regions = count * driver.device_get_count()
+        _require_descriptors(
+            3 * max(len(files), self.copier.workers, regions)
+            + count * _WORKERS_FOR_THE_WAY_BACK
+        )
         try:
             image.reserve(files)
         except OSError:
@@ -201,8 +212,9 @@ class SaveRun(Run):
     def _lock_all(self) -> None:
         self._all(to(State.LOCKED))
         while new := self._group._look_for_members():
-            self._all(to(State.LOCKED), self._take(new))
+            taken = self._take(new)
             self._refuse_suspended()
+            self._all(to(State.LOCKED), taken)
         self.refuse_nobody()
 
     def _begin_all(self) -> None:
@@ -217,6 +229,8 @@ class SaveRun(Run):
             try:
                 self._copy_to(image)
             except Exception as error:
+                for saver in self._savers:
+                    saver.stored = None
                 image.withdraw()
                 failures.append(f"{image.path}: {str(error) or type(error).__name__}")
             else:
@@ -251,14 +265,14 @@ class SaveRun(Run):
         ]
         whole = self._described(image, saved)
         image.publish(whole.to_json(), {stripe.file for stripe in whole.stripes})
-        self._image = image
+        self._image, self._checksum = image, whole.checksum
         for saver, content in zip(savers, contents, strict=True):
-            saver.stored = Stored(content, image)
             saver.outcome.image = image.path
-            saver.process._image = [image.path, whole.checksum]
+            saver.process._image = [image.path, whole.checksum, {}]
+            saver.stored = Stored(content, image)
 
     def _described(self, image: NewImage, saved: list[SavedProcess]) -> Image:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         version = driver.driver_get_version()
         return Image(image.path, now, str(cuckpt.__version__), version, saved)
 
@@ -274,8 +288,9 @@ class SaveRun(Run):
         with self._keeping:  # one after the other: memory is counted, buffers are few
             for place in self._places_for_the_way_back(passage, failures):
                 try:
+                    copier = Copier(workers=_WORKERS_FOR_THE_WAY_BACK)
                     with passage.copying():
-                        (content,) = copied(Copier(), [passage], place)
+                        (content,) = copied(copier, [passage], place)
                 except Exception as error:
                     failures.append(
                         f"{place.path}: {str(error) or type(error).__name__}"
@@ -302,8 +317,10 @@ class SaveRun(Run):
     ) -> Iterator[NewImage]:
         """Yield folders for one process, since the one of the image may be at fault."""
         for path in self._all_paths:
+            own = f"{path}.{passage.process.pid}"
+            names = itertools.chain([own], (f"{own}.{n}" for n in itertools.count(2)))
             try:
-                yield self._opened(f"{path}.{passage.process.pid}")
+                yield self._opened(next(n for n in names if not os.path.lexists(n)))
             except (OSError, RuntimeError) as error:
                 failures.append(f"{path}: {error}")
 
@@ -333,18 +350,19 @@ class SaveRun(Run):
         )
         for image in places:
             try:
+                there = contents
                 if isinstance(place, InMemory):
-                    contents = {
+                    there = {
                         uuid: place.move(content, image)
                         for uuid, content in contents.items()
                     }
-                whole = self._described(image, [passage.described(contents)])
+                whole = self._described(image, [passage.described(there)])
                 names = {stripe.file for stripe in whole.stripes}
                 image.publish(whole.to_json(), names)
-            except OSError as problem:
+            except Exception as problem:
                 failures.append(f"{image.path}: {problem}")
             else:
-                passage.process._image = [image.path, whole.checksum]
+                passage.process._image = [image.path, whole.checksum, {}]
                 passage.outcome.image = image.path
                 return passage.left_in(image.path, error)
         return passage.lost(f"{error.args[1]}; {'; '.join(failures)}")
@@ -360,10 +378,11 @@ class SaveRun(Run):
             if saver in needed:
                 saver.note(f"its GPU memory is in {saver.outcome.image}")
                 continue
-            saver.process._image = saver.outcome.image = None
+            saver.process._forget_image([self._image.path, self._checksum, {}])
+            saver.outcome.image = None
             if needed:  # it runs on from here, and the image does not fit any more
                 with contextlib.suppress(OSError):
-                    self._image.add_user(identity(saver.process))
+                    self._image.add_user(f"{identity(saver.process)} {self._checksum}")
 
 
 def _require_descriptors(count: int) -> None:
@@ -461,7 +480,8 @@ class SavePassage(StoragePassage):
             try:
                 self.complete()
             except driver.DriverError as error:
-                raise self._left(initial, error) from error
+                why = f"its checkpoint cannot be completed: {error}"
+                raise self.lost(why) from error
         try:
             super().go_back(initial)
         except ProcessLeftError as error:

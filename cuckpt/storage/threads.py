@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from cuckpt.uninterrupted import uninterrupted
+
 _T = TypeVar("_T")
 _BETWEEN_LOOKS_S = 0.05
 
@@ -19,6 +21,8 @@ def at_once(
 ) -> None:
     """Do something with each item, in several threads; raise what is raised first.
 
+    None of them goes on after that, also if it is an interrupt.
+
     Parameters
     ----------
     do : callable
@@ -27,10 +31,28 @@ def at_once(
     workers : int
         How many threads at most; without any it is done in this one.
     look : callable
-        Called now and then meanwhile, in this thread. What it raises counts as well.
+        Called now and then meanwhile. What it raises counts as well.
     stop : callable
         Called once something has been raised, to bring the others to an end.
     """
+
+    def work(cancelled: threading.Event) -> None:
+        _at_once(do, items, workers, look, stop, cancelled)
+
+    if threading.current_thread() is threading.main_thread():
+        uninterrupted(work)  # where interrupts come
+    else:
+        work(threading.Event())
+
+
+def _at_once(
+    do: Callable[[_T], object],
+    items: Iterable[_T],
+    workers: int,
+    look: Callable[[], None],
+    stop: Callable[[], None],
+    cancelled: threading.Event,
+) -> None:
     left = deque(items)
     problems: list[BaseException] = []
 
@@ -55,7 +77,9 @@ def at_once(
                 thread.join(_BETWEEN_LOOKS_S)
                 if not problems:
                     look()
-            except BaseException as error:  # an interrupt may come here as well
+                    if cancelled.is_set():
+                        raise KeyboardInterrupt
+            except BaseException as error:
                 problems.append(error)
                 stop()
     if problems:

@@ -541,8 +541,8 @@ def test_flipped_bit_in_every_part_is_found_and_the_process_stays(
     target.check()
 
 
-def small_chunks():
-    return storage.copier.Copier(64 * KIB, 4)
+def small_chunks(workers=4):
+    return storage.copier.Copier(64 * KIB, workers)
 
 
 @pytest.mark.parametrize("how", ["truncated", "longer", "missing", "folder", "fifo"])
@@ -605,8 +605,8 @@ def test_save_fails_and_the_process_runs(
     process = Process(target.pid)
     try:
         process.save(path)
-    except ProcessLeftError:
-        # It could not be completed: its memory is in the image.
+    except ProcessLostError as error:
+        assert "its checkpoint cannot be completed" in str(error)
         assert (call, count) == ("complete", 100)
         assert state_of(target) == "checkpointing"
         storage.verify(path)
@@ -1008,8 +1008,9 @@ def test_documentation_reads_an_image(cuda_machine, path):
 
 
 @pytest.fixture
-def two_images(cuda_machine, path):
+def two_images(cuda_machine, path, monkeypatch):
     """A process in an image, which another one is to replace."""
+    monkeypatch.setattr(storage.saving, "refuse_needed", lambda path: None)
     first, second = cuda_machine.spawn({0: MIB}), cuda_machine.spawn({0: 2 * MIB})
     Process(first.pid).save(path)
     return first, second

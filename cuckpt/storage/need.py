@@ -1,0 +1,71 @@
+"""Whether an image is still of use to somebody."""
+
+from cuckpt import driver
+from cuckpt.passage import State
+from cuckpt.process import Process
+from cuckpt.process_errors import ProcessGoneError, ProcessStoppedError
+from cuckpt.storage.errors import ImageError
+from cuckpt.storage.folder import OldImage, Path
+from cuckpt.storage.loading import why_not
+from cuckpt.storage.reader import opened
+
+
+def needed_by(path: Path) -> list[int]:
+    """Tell for which processes an image is; without any it can be removed.
+
+    Those are suspended, their GPU memory is in it, and they have not been saved to
+    another one since, as far as this user's programs know. One that cannot be asked
+    counts.
+
+    Parameters
+    ----------
+    path : str or path
+        Its folder.
+
+    Returns
+    -------
+    list of int
+        Their pids.
+
+    Raises
+    ------
+    ImageError, OSError
+        As `describe`.
+    """
+    needed = []
+    with OldImage(path) as old:
+        image, users = opened(old), old.users()
+        for saved in image.processes:
+            try:
+                process = Process(saved.pid)
+                state = process._read_state()
+            except (ProcessGoneError, ValueError, driver.NotInitializedError):
+                continue  # it is another's pid by now, if anybody's
+            except (ProcessStoppedError, driver.DriverError):
+                state = State.CHECKPOINTED
+            if not why_not(process, state, saved, users, image):
+                needed.append(saved.pid)
+    return needed
+
+
+def refuse_needed(path: Path) -> None:
+    """Raise if an image is there that somebody needs.
+
+    Parameters
+    ----------
+    path : str or path
+        Its folder, if it is one.
+
+    Raises
+    ------
+    FileExistsError
+    """
+    try:
+        pids = needed_by(path)
+    except (ImageError, OSError):
+        return  # there is none that could be loaded
+    if pids:
+        raise FileExistsError(
+            f"{path} holds all that is left of the GPU memory of process "
+            f"{', '.join(map(str, pids))}: load() it, or name another folder"
+        )
