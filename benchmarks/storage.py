@@ -49,14 +49,9 @@ def main():
         run = Run(size, options, rows)
         run.driver_managed()
         with run.region():
-            run.bus()
-            run.images("tmpfs", options.memory)
-            run.images("page cache", options.disk)
-            if gib == options.gib[0]:  # the rest is slow, and as slow for any size
-                run.images("disk", options.disk, durable=True)
-                run.disk()
-                run.kvikio()
-        keep(figures, options.output)  # each time, since the next size may take long
+            for part in run.parts(slow=gib == options.gib[0]):
+                part()
+                keep(figures, options.output)  # since the next may take long
     print(f"host memory at its peak: {peak_bytes() / GIB:.2f} GiB")
 
 
@@ -70,6 +65,9 @@ def parsed():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gib", type=float, nargs="+", default=[8.0])
     parser.add_argument("--memory", default="/dev/shm", help="a folder in a tmpfs")
+    parser.add_argument(
+        "--huge", help="a folder in a tmpfs that is mounted with huge=within_size"
+    )
     parser.add_argument("--disk", default="/var/tmp", help="a folder on a disk")
     parser.add_argument("--rounds", type=int, default=3, help="median of so many")
     parser.add_argument("--output", help="a file for the figures, as JSON")
@@ -100,6 +98,19 @@ class Run:
 
     def __init__(self, size, options, figures):
         self.size, self.options, self.figures = size, options, figures
+
+    def parts(self, slow):
+        """Yield what is to be measured; what is slow is as slow for any size."""
+        few = min(2, self.options.rounds)
+        yield self.bus
+        yield lambda: self.images("tmpfs", self.options.memory)
+        if self.options.huge:
+            yield lambda: self.images("tmpfs of huge pages", self.options.huge)
+        yield lambda: self.images("page cache", self.options.disk, few)
+        if slow:
+            yield lambda: self.images("disk", self.options.disk, few, durable=True)
+            yield self.disk
+            yield self.kvikio
 
     def line(self, what, taken, beside=None):
         """Keep and print a figure, of the seconds that each round took."""
@@ -155,10 +166,10 @@ class Run:
         self.line("bus, to GPU", self.rounds(lambda: all_parts(slot.put)))
         slot.close()
 
-    def images(self, name, folder, durable=False):
+    def images(self, name, folder, rounds=None, durable=False):
         """Save to a new folder and load from it, by turns with checksums or not."""
         taken = {}
-        for _ in range(min(2, self.options.rounds) if durable else self.options.rounds):
+        for _ in range(rounds or self.options.rounds):
             for kind in "", ", no checksums":
                 copier = Copier(checksums=not kind)
                 path = Path(folder, f"image-{os.getpid()}")
