@@ -8,6 +8,7 @@ from cuckpt import driver, nvml, proc
 from cuckpt.gpu_map import mib
 from cuckpt.nvml import GpuFacts
 from cuckpt.process_errors import (
+    MissingExtraError,
     ProcessError,
     ProcessGoneError,
     ProcessStoppedError,
@@ -102,6 +103,7 @@ def _driver() -> Iterator[Finding]:
     yield Finding("ok", "driver", text)
     if driver.has_custom_storage():
         yield Finding("ok", "custom storage", "available")
+        yield from _packages()
     else:
         yield Finding(
             "warning",
@@ -111,6 +113,23 @@ def _driver() -> Iterator[Finding]:
             "host memory",
             "update the NVIDIA driver if you want to save images",
         )
+
+
+def _packages() -> Iterator[Finding]:
+    from cuckpt.storage.checksum import checksum_of
+    from cuckpt.storage.cuda import bindings
+
+    for needed in bindings, checksum_of:
+        try:
+            needed()
+        except ImportError as error:
+            yield Finding(
+                "warning",
+                "images",
+                f"{error.name or error} cannot be imported",
+                "without it no image can be saved or loaded",
+                "pip install 'cuckpt[storage]'",
+            )
 
 
 def _permissions() -> Iterator[Finding]:
@@ -240,7 +259,19 @@ def _process(pid: int, usable: bool) -> Iterator[Finding]:
         return
     image = process._image if state == "checkpointed" else None
     if image is not None:
-        state += f", its GPU memory is in {image[0]}"
+        folder, checksum, _ = image
+        wrong = _what_is_wrong(folder, checksum)
+        if wrong:
+            yield Finding(
+                "problem",
+                subject,
+                f"{process.name}, {state}, cannot be loaded from {folder}: {wrong}",
+                "its GPU memory is in the image of its last save, and nowhere else",
+                "load it from where the image is now; if there is no copy, end this "
+                "process: its GPU memory is lost",
+            )
+            return
+        state += f", its GPU memory is in {folder}"
     numbers = proc.facts(pid)
     inside = numbers.namespace_pids[1:] if numbers else ()
     also = f", pid {inside[-1]} in its container" if inside else ""
@@ -248,6 +279,21 @@ def _process(pid: int, usable: bool) -> Iterator[Finding]:
     environment = proc.environment(pid)
     yield from _job_file(subject, environment)
     yield from _libraries(subject, pid, environment)
+
+
+def _what_is_wrong(folder: str, checksum: str) -> str:
+    """Return why an image cannot be loaded; nothing if it is there and the same."""
+    from cuckpt.storage import ImageError, describe
+
+    try:
+        image = describe(folder)
+    except MissingExtraError:
+        return ""  # which is told of the machine
+    except OSError as error:
+        return error.strerror or str(error)
+    except ImageError as error:
+        return str(error)
+    return "" if image.checksum == checksum else "it holds another image"
 
 
 def _job_file(subject: str, environment: dict[str, str]) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """What the doctor finds, and what it says about that."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,10 +9,11 @@ import time
 
 import pytest
 
-from cuckpt import diagnosis, driver, nvml, proc
+from cuckpt import diagnosis, driver, nvml, proc, storage
 from cuckpt.diagnosis import Finding, doctor
 from cuckpt.process import Process
 from cuckpt.simulator import Gpu
+from cuckpt.storage import checksum, cuda
 
 MIB = 1 << 20
 machine_with = pytest.mark.cuda_machine
@@ -130,6 +132,35 @@ def test_doctor_warns_of_a_driver_without_custom_storage(monkeypatch):
     finding = only("custom storage", doctor())
     assert finding.level == "warning"
     assert "13.4 (driver 615)" in finding.why
+
+
+@pytest.fixture
+def without_extra(monkeypatch):
+    """Return what lets a package of the extra be missing."""
+    known = [checksum.checksum_of, cuda.bindings]
+
+    def remove(module):
+        monkeypatch.setitem(sys.modules, module, None)
+        for function in known:
+            function.cache_clear()
+
+    yield remove
+    for function in known:
+        function.cache_clear()
+
+
+@pytest.mark.usefixtures("cuda_machine")
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("xxhash", "xxhash"), ("cuda.bindings", "cuda-bindings")],
+)
+def test_doctor_warns_of_a_package_that_images_need(without_extra, module, package):
+    assert about("images", doctor()) == []
+    without_extra(module)
+    finding = only("images", doctor())
+    assert finding.level == "warning"
+    assert finding.what == f"{package} cannot be imported"
+    assert finding.do == "pip install 'cuckpt[storage]'"
 
 
 @pytest.mark.parametrize(
@@ -336,6 +367,49 @@ def test_doctor_tells_the_pid_in_a_container(target, monkeypatch):
     monkeypatch.setattr(proc, "facts", facts)
     what = only(f"process {target.pid}", doctor([target.pid])).what
     assert what.endswith("running, pid 1 in its container")
+
+
+def spoil(folder, how):
+    match how:
+        case "removed":
+            shutil.rmtree(folder)
+        case "shortened":
+            next(folder.glob("*.stripe")).write_bytes(b"")
+        case "another":
+            image = storage.describe(folder)
+            image.created = "later"
+            (folder / "manifest.json").write_bytes(image.to_json())
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("removed", "No such file"),
+        ("shortened", "is damaged"),
+        ("another", "it holds another image"),
+    ],
+)
+def test_doctor_looks_for_the_image_of_a_process(target, tmp_path, how, expected):
+    folder = tmp_path / "image"
+    Process(target.pid).save(folder)
+    finding = only(f"process {target.pid}", doctor([target.pid]))
+    assert finding.level == "ok"
+    assert finding.what.endswith(f", its GPU memory is in {folder}")
+    spoil(folder, how)
+    finding = only(f"process {target.pid}", doctor([target.pid]))
+    assert finding.level == "problem"
+    assert f"cannot be loaded from {folder}: " in finding.what
+    assert expected in finding.what
+    assert "its GPU memory is lost" in finding.do
+
+
+def test_doctor_tells_the_image_of_a_process_without_xxhash(
+    target, tmp_path, without_extra
+):
+    Process(target.pid).save(tmp_path / "image")
+    without_extra("xxhash")
+    finding = only(f"process {target.pid}", doctor([target.pid]))
+    assert finding.level == "ok"
 
 
 def test_doctor_warns_of_a_job_file(target, monkeypatch):
