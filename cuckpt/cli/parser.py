@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cuckpt
 
@@ -24,6 +24,16 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Verb(argparse.ArgumentParser):
+    """Tells of arguments that it does not know with its own usage."""
+
+    def parse_known_args(self, *arguments: Any) -> Any:  # type: ignore[override]
+        found, unknown = super().parse_known_args(*arguments)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line.
 
@@ -41,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument(
         "--version", action=_Version, nargs=0, help="show the version and exit"
     )
-    verbs = whole.add_subparsers(title="verbs", metavar="VERB", dest="verb")
+    verbs = whole.add_subparsers(
+        title="verbs", metavar="VERB", dest="verb", parser_class=_Verb
+    )
     for add in (
         _add_ps,
         _add_suspend,
@@ -61,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 if TYPE_CHECKING:
-    _Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
+    _Verbs = argparse._SubParsersAction[_Verb]
 
 
 def _add_ps(verbs: "_Verbs") -> None:
@@ -146,7 +158,7 @@ def _add_load(verbs: "_Verbs") -> None:
         description="Copy the GPU memory of all processes of an image back, then let "
         "them run. If one fails, all stay suspended. Needs CUDA 13.4.",
     )
-    verb.add_argument("folder", metavar="DIR")
+    verb.add_argument("folder", metavar="DIR", type=_old_folder)
     _add_device_map(verb)
     verb.add_argument(
         "--any-process",
@@ -366,5 +378,14 @@ def _new_folder(text: str) -> str:
     if text.isdecimal():  # a pid, and the folder was forgotten
         raise argparse.ArgumentTypeError(
             f"{text} may be a pid: a folder of that name is ./{text}"
+        )
+    return text
+
+
+def _old_folder(text: str) -> str:
+    if text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text} may be a pid, and an image knows its processes: cuckpt load DIR; "
+            f"a folder of that name is ./{text}"
         )
     return text

@@ -374,6 +374,8 @@ sys.exit(verbs.main(["suspend", sys.argv[1]]))
         "save --tree 1",
         "save x /nowhere",
         "load",
+        "load DIR DIR",
+        "load 1 DIR",
         "image",
         "image show /nowhere",
         "doctor x",
@@ -383,7 +385,7 @@ sys.exit(verbs.main(["suspend", sys.argv[1]]))
 def test_wrong_usage_is_2(arguments):
     result = cuckpt(*arguments.split())
     assert result.returncode == 2
-    assert result.stderr.startswith("usage: cuckpt ")
+    assert result.stderr.startswith(f"usage: cuckpt {arguments.split()[0]} ")
 
 
 @pytest.fixture
