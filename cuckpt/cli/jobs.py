@@ -5,13 +5,16 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from cuckpt import proc
 from cuckpt.cli import reports, screens
 from cuckpt.cli.ending import Ended, let_signals_kill
 from cuckpt.cli.phases import Phases
 from cuckpt.cli.progress import display
+from cuckpt.errors import DriverError
 from cuckpt.events import Trace
 from cuckpt.group import ProcessGroup
 from cuckpt.group_run import GroupError, GroupReport
+from cuckpt.process import Process
 from cuckpt.process_errors import NoMembersError
 
 
@@ -97,17 +100,13 @@ def load(arguments: argparse.Namespace) -> int:
     int
         Exit status.
     """
-    from cuckpt.storage import describe
-
-    image = describe(arguments.folder)
-    arguments.tree = None
-    arguments.pids = [process.pid for process in image.processes]
     return _move(
         arguments,
         lambda group: group.load(
             arguments.folder,
             arguments.device_map,
             same_process=not arguments.any_process,
+            remove=arguments.remove,
         ),
     )
 
@@ -146,7 +145,12 @@ def _move(
 
 
 def _group(arguments: argparse.Namespace, **options: Any) -> ProcessGroup:
+    if arguments.verb == "load":
+        return ProcessGroup.from_image(arguments.folder, **options)
     if arguments.tree is None:
+        for pid in arguments.pids:
+            if proc.glance(pid) is None:  # mistyped, most likely
+                Process(pid)  # raises what says so
         group = ProcessGroup.from_pids(arguments.pids, **options)
     else:
         group = ProcessGroup.from_tree(arguments.tree, **options)
@@ -158,11 +162,14 @@ def _group(arguments: argparse.Namespace, **options: Any) -> ProcessGroup:
 def _fail(arguments: argparse.Namespace, error: GroupError) -> int:
     if arguments.json:
         reports.print_json(arguments.verb, error.report, error)
-    pids = " ".join(str(pid) for pid in reports.failures(error) if pid is not None)
     text = screens.error_text(error)
     screens.say(screens.wrapped(f"cuckpt {arguments.verb}: {text}"))
-    advice = f"To see what stands in the way: cuckpt doctor {pids}"
-    screens.say(screens.wrapped(advice.rstrip()))
+    # Other errors say themselves what to do.
+    refused = [each for each in error.exceptions if isinstance(each, DriverError)]
+    if refused:
+        pids = " ".join(str(each.pid) for each in refused if each.pid)
+        advice = f"To see what stands in the way: cuckpt doctor {pids}".rstrip()
+        screens.say(screens.wrapped(advice))
     return 1
 
 

@@ -165,6 +165,9 @@ def _add_load(verbs: "_Verbs") -> None:
         action="store_true",
         help="also processes that were made anew with these pids, as by CRIU",
     )
+    verb.add_argument(
+        "--remove", action="store_true", help="remove the image once all run"
+    )
     _add_trace(verb)
     _add_json(verb)
 

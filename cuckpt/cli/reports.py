@@ -23,9 +23,8 @@ def print_text(verb: str, report: GroupReport) -> None:
     notes = ((outcome.pid, note) for outcome in outcomes for note in outcome.notes)
     for line in [*_by_text(notes), *skipped(report.skipped)]:
         print(screens.hanging(screens.in_shell(line), "", "  "))
-    images = {outcome.image for outcome in outcomes if outcome.image}
-    for image in sorted(images) if verb == "save" else ():
-        print(f"image: {image}")
+    if verb == "save" and report.image:
+        print(f"image: {report.image}")
     number = screens.counted(len(outcomes), "process", "es")
     print(f"{verb}: {number} in {screens.duration(report.seconds)}")
 

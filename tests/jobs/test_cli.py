@@ -93,6 +93,11 @@ def pids(targets):
     return [target.pid for target in targets]
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "image"
+
+
 def states(targets):
     return [Process(target.pid).state for target in targets]
 
@@ -220,6 +225,28 @@ def test_processes_without_cuda_are_skipped_and_named(targets):
     assert states(targets) == ["checkpointed", "running"]
 
 
+def test_process_that_has_ended_is_skipped(targets):
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        result = cuckpt("suspend", targets[0].pid, ended.pid)
+    assert result.returncode == 0
+    assert f"\nskipped {ended.pid}: has ended: it is a zombie\n" in result.stdout
+
+
+@pytest.mark.parametrize("verb", ["suspend", "resume", "recover", "save"])
+def test_pid_that_is_not_there_is_named_and_nothing_is_done(targets, verb, folder):
+    if verb in ("resume", "recover"):
+        Process(targets[0].pid).suspend()
+    before = states(targets)
+    more = [folder] if verb == "save" else []
+    result = cuckpt(verb, targets[0].pid, 4194305, *more, "--json")
+    assert result.returncode == 1
+    assert f"cuckpt {verb}: process 4194305 is not there" in result.stderr
+    assert json.loads(result.stdout)["error"]["type"] == "ProcessGoneError"
+    assert states(targets) == before
+    assert not folder.exists()
+
+
 def test_many_that_are_skipped_are_one_line(targets):
     program = "import subprocess, time; "
     program += "[subprocess.Popen(['sleep', '60']) for _ in range(8)]; time.sleep(60)"
@@ -319,8 +346,7 @@ def test_what_cannot_be_done_is_said_in_few_lines(targets):
     thread = Process(targets[0].pid).restore_thread_id
     for arguments, problem in (
         (["suspend", thread], f"{thread} is a thread of process {targets[0].pid}"),
-        (["suspend", 1, 4194305], "process 1: no CUDA state process 4194305: ERROR_"),
-        (["recover", 4194305], "there is no process with CUDA state"),
+        (["recover", 1], "there is no process with CUDA state process 1: no CUDA"),
         (["resume", "--tree", 4194305], "process 4194305 is not there"),
         (["ps", "--tree", 4194305], "process 4194305 is not there"),
         (["suspend", targets[0].pid, "--trace", "/none/x"], "/none/x: No such file"),
@@ -447,11 +473,6 @@ def test_signal_that_is_ignored_changes_nothing(cuda_machine, targets, pids):
 
 
 # Images
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "image"
 
 
 def test_job_is_saved_and_loaded(targets, pids, folder):
