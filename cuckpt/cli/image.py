@@ -1,8 +1,10 @@
 """`cuckpt image`: what is in an image, and whether it is whole."""
 
 import argparse
+import dataclasses
+from typing import Any
 
-from cuckpt import storage
+from cuckpt import proc, storage
 from cuckpt.cli import screens
 
 
@@ -20,13 +22,41 @@ def image(arguments: argparse.Namespace) -> int:
     """
     look = storage.verify if arguments.what == "verify" else storage.describe
     found = look(arguments.folder)
+    needed_by, text = _needed_by(found)
     if arguments.json:
-        screens.print_json(_facts(found))
-    else:
-        print(found)
-        if arguments.what == "verify":
-            print("  all of it is as it was saved")
+        screens.print_json({**_facts(found), "needed_by": needed_by})
+        return 0
+    print(_printable(found))
+    print(screens.hanging(text, "  "))
+    if arguments.what == "verify":
+        print("  all of it is as it was saved")
     return 0
+
+
+def _needed_by(found: storage.Image) -> tuple[list[int] | None, str]:
+    """Return for whom it is needed, None if that cannot be told, and a text of it."""
+    unknown = "who needs it cannot be told"
+    if any(process.boot_id != proc.boot_id() for process in found.processes):
+        return None, f"{unknown}: it is of another machine, or of before a boot"
+    try:
+        pids = storage.needed_by(found.path)
+    except (OSError, RuntimeError) as error:
+        return None, f"{unknown}: {screens.error_text(error)}"
+    who = ", ".join(map(str, pids)) or "nobody: it can be removed"
+    return pids, f"needed by {who}"
+
+
+def _printable(what: Any) -> Any:
+    """Return an image, or a part of one, whose texts cannot change the terminal."""
+    if isinstance(what, str):
+        return screens.printable(what)
+    if isinstance(what, list):
+        return [_printable(each) for each in what]
+    if dataclasses.is_dataclass(what) and not isinstance(what, type):
+        return dataclasses.replace(
+            what, **{name: _printable(value) for name, value in vars(what).items()}
+        )
+    return what
 
 
 def _facts(found: storage.Image) -> dict[str, object]:

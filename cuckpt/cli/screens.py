@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -81,7 +82,7 @@ def wrapped(text: str) -> str:
 
 
 def hanging(text: str, first: str, rest: "str | None" = None) -> str:
-    """Break a paragraph so that it fits into 80 columns.
+    """Break a paragraph so that it fits into 80 columns; all of it is printable.
 
     Parameters
     ----------
@@ -95,7 +96,7 @@ def hanging(text: str, first: str, rest: "str | None" = None) -> str:
     -------
     str
     """
-    return textwrap.fill(
+    lines = textwrap.wrap(
         text,
         WIDTH - 1,
         initial_indent=first,
@@ -103,6 +104,7 @@ def hanging(text: str, first: str, rest: "str | None" = None) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return "\n".join(map(printable, lines))
 
 
 def coloured(text: str, colour: str) -> str:
@@ -209,10 +211,8 @@ def error_text(error: BaseException) -> str:
 
 
 # What the library's texts name, and what it is on the command line.
+_METHOD = re.compile(r"\b(load|recover|resume|suspend)\(\)")
 _IN_A_SHELL = {
-    "load() brings it back": "cuckpt load brings it back",
-    "recover() may": "cuckpt recover may",
-    "suspend() does": "cuckpt suspend does",
     "(replace=True)": "(--replace)",
     "resume(gpu_map=...)": "cuckpt resume --device-map",
     "a gpu_map": "--device-map",
@@ -233,7 +233,7 @@ def in_shell(text: str) -> str:
     """
     for python, shell in _IN_A_SHELL.items():
         text = text.replace(python, shell)
-    return text
+    return _METHOD.sub(r"cuckpt \1", text)
 
 
 def _error_text(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cuckpt import Process, driver, proc
+from cuckpt import Process, driver, proc, storage
 from cuckpt.cli import verbs
 from cuckpt.simulator import Fault
 
@@ -484,6 +484,7 @@ def test_job_is_saved_and_loaded(targets, pids, folder):
     result = cuckpt("image", "info", folder)
     assert result.stdout.startswith(f"{folder}\n")
     assert f"process {pids[1]} python" in result.stdout
+    assert result.stdout.endswith(f"\n  needed by {pids[0]}, {pids[1]}\n")
     result = cuckpt("image", "verify", folder)
     assert result.stdout.endswith("all of it is as it was saved\n")
     result = cuckpt("load", folder)
@@ -491,6 +492,81 @@ def test_job_is_saved_and_loaded(targets, pids, folder):
     assert states(targets) == ["running"] * 2
     for target in targets:
         target.check()
+    result = cuckpt("image", "info", folder)
+    assert result.stdout.endswith("\n  needed by nobody: it can be removed\n")
+
+
+def test_image_is_removed_once_all_run_if_that_is_wanted(targets, pids, folder):
+    assert cuckpt("save", *pids, folder).returncode == 0
+    result = cuckpt("load", "--remove", folder)
+    assert result.returncode == 0, result.stderr
+    assert not folder.exists()
+    for target in targets:
+        target.check()
+
+
+def test_load_tells_that_an_image_knows_its_processes(folder):
+    result = cuckpt("load", 8173, folder)
+    assert "8173 may be a pid, and an image knows its processes" in result.stderr
+
+
+def test_load_that_says_why_does_not_point_to_the_doctor(targets, folder):
+    assert cuckpt("save", targets[0].pid, folder).returncode == 0
+    assert cuckpt("load", folder).returncode == 0
+    result = cuckpt("load", folder)
+    assert result.returncode == 1
+    assert "is running: there is nothing to load" in words(result.stderr)
+    assert "doctor" not in result.stderr
+
+
+def test_image_is_told_though_it_is_not_known_who_needs_it(targets, folder):
+    assert cuckpt("save", targets[0].pid, folder).returncode == 0
+
+    def told(**environment):
+        facts = json.loads(
+            cuckpt("image", "info", folder, "--json", **environment).stdout
+        )
+        result = cuckpt("image", "info", folder, **environment)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith(f"{folder}\n")
+        return facts["needed_by"], words(result.stdout)
+
+    needed_by, text = told(CUCKPT_LIBCUDA="/dev/null")
+    assert needed_by is None
+    assert " who needs it cannot be told: " in text
+    assert cuckpt("load", folder).returncode == 0
+    assert told()[0] == []
+    change_manifest(folder, boot_id="of another")
+    needed_by, text = told()
+    assert needed_by is None
+    assert text.endswith(
+        "cannot be told: it is of another machine, or of before a boot"
+    )
+
+
+def change_manifest(folder, **facts):
+    """Let an image be of a process that is another."""
+    image = storage.describe(folder)
+    vars(image.processes[0]).update(facts)
+    (folder / "manifest.json").write_bytes(image.to_json())
+
+
+def test_names_cannot_change_the_terminal(targets, tmp_path):
+    folder = tmp_path / "image\033[2J"
+    Process(targets[0].pid).save(folder)
+    change_manifest(folder, name="\033[2J\n  needed by 1")
+    results = [cuckpt("image", what, folder) for what in ("info", "verify")]
+    assert [result.returncode for result in results] == [0, 0]
+    for file in folder.glob("*.stripe"):
+        file.write_bytes(b"")
+    results.append(cuckpt("image", "verify", folder))
+    results.append(cuckpt("load", folder))
+    assert [result.returncode for result in results[2:]] == [1, 1]
+    for result in results:
+        shown = result.stdout + result.stderr
+        assert "?[2J" in shown
+        assert "\033" not in shown
+        assert "\n  needed by 1\n" not in shown
 
 
 @two_gpus
@@ -518,6 +594,7 @@ def test_image_that_is_damaged_is_told_and_not_loaded(targets, pids, folder):
     assert largest.name in result.stderr
     result = cuckpt("load", folder)
     assert result.returncode == 1
+    assert "cuckpt load it from a whole copy of the image" in words(result.stderr)
     assert states(targets) == ["checkpointed"] * 2
 
 
