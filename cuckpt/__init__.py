@@ -1,7 +1,10 @@
 """Checkpoint, suspend, move and restore the GPU state of running processes.
 
-``Process`` and ``ProcessGroup`` suspend and resume; ``doctor`` tells what will stand
-in the way. Below them, ``cuckpt.driver`` mirrors the checkpoint part of
+``Process`` and ``ProcessGroup`` suspend and resume, save to images and load from them;
+``doctor`` tells what will stand in the way, and ``cuckpt.storage`` what is in an image.
+``cuckpt.simulator`` is a machine without a GPU to try all of it.
+
+Below them, ``cuckpt.driver`` mirrors the checkpoint part of
 ``cuda.bindings._v2.driver``; ``cuckpt.structs`` are its structs, ``cuckpt.errors`` its
 exceptions, ``cuckpt.uuids`` the forms of a GPU's UUID. Importing any of them loads
 neither a driver nor a third-party package.

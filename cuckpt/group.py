@@ -152,8 +152,12 @@ class ProcessGroup:
         """
         from cuckpt.storage import describe
 
-        image = describe(path)
-        return cls.from_pids([saved.pid for saved in image.processes], **options)
+        pids = (saved.pid for saved in describe(path).processes)
+        found = ((pid, proc.facts(pid)) for pid in pids)
+        # A pid may be a thread's by now.
+        return cls.from_pids(
+            (pid for pid, now in found if now is None or now.owner == pid), **options
+        )
 
     @classmethod
     def discover(cls, **options: Any) -> "ProcessGroup":
@@ -332,8 +336,10 @@ class ProcessGroup:
 
         Raises
         ------
-        FunctionNotFoundError, MissingExtraError, OSError
+        FunctionNotFoundError, MissingExtraError, OSError, ImageError
             As `Process.save`; nothing was tried.
+        NoMembersError
+            If there is nobody to save, or all have ended meanwhile.
         GroupError
             If one could not be saved. Each has the state that it had, or is named as
             lost or left.
@@ -367,6 +373,8 @@ class ProcessGroup:
             As `Process.load`; nothing was tried.
         TypeError, ValueError, NoRoomError
             As `resume`; nothing was tried.
+        NoMembersError
+            If there is nobody to load, or all have ended.
         GroupError
             If one could not be loaded. All are CHECKPOINTED as before, or named as
             lost or left.

@@ -380,10 +380,11 @@ class Process:
         durable: bool = True,
         dry_run: bool = False,
     ) -> Outcome:
-        """Lock it, and copy its GPU memory to an image; it is CHECKPOINTED then.
+        """Lock it, and copy its GPU memory to an image.
 
-        No copy stays in host memory. `load` brings it back. Whatever goes wrong, it
-        gets the state back that it had. Needs CUDA 13.4 and the extra ``storage``.
+        Requires RUNNING or LOCKED, leaves CHECKPOINTED, without a copy in host memory.
+        `load` brings it back. Whatever goes wrong, it gets the state back that it had.
+        Needs CUDA 13.4 and the extra ``storage``.
 
         Parameters
         ----------
@@ -412,9 +413,15 @@ class Process:
         MissingExtraError
             Without cuda-bindings or xxhash; nothing was tried.
         OSError
-            If the folder cannot take an image; nothing was tried.
+            If the folder cannot take an image; nothing was tried. FileExistsError if
+            it holds something else, or an image that is not to be replaced or that a
+            suspended process still needs.
+        ImageError
+            If somebody reads or writes an image there; nothing was tried.
+        TypeError, ValueError
+            If `timeout_s` or a folder cannot be; nothing was tried.
         NotSavedError
-            If it was not saved. It is as before.
+            If it was not saved, or is suspended already. It is as before.
         ProcessLostError, ProcessLeftError
             If it could not be brought back either.
         DriverError, ProcessError
@@ -460,7 +467,7 @@ class Process:
             If the image is damaged, incomplete, of another version or of another
             process; nothing was tried.
         NotLoadedError
-            If it was not loaded. It is CHECKPOINTED as before.
+            If it was not loaded, or is not suspended. It is as before.
         FunctionNotFoundError, MissingExtraError, OSError
             As `save`.
         TypeError, ValueError, NoRoomError

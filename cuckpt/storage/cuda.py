@@ -339,6 +339,8 @@ def retain(gpu: int) -> int:
         Its address.
     """
     with _lock:
+        if not _users:
+            _forget_what_is_gone()
         if gpu not in _contexts:
             checkpoint.init(0)
             device = checkpoint.device_get(gpu)

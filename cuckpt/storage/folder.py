@@ -34,7 +34,7 @@ _PART = re.compile(
     r"[0-9a-f]{8}-[0-9]{1,6}\.stripe|manifest\.json(\.new|\.old)?|loaded"
 )
 _RESERVING = 16
-_MAX_MANIFEST_BYTES = 1 << 25
+_MAX_MANIFEST_BYTES = 1 << 28  # enough for 30 TiB
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -374,7 +374,8 @@ class OldImage:
         """
         for name, size in sizes.items():
             try:
-                file = self._open(name)
+                with _friendly(self.path):
+                    file = self._open(name)
             except FileNotFoundError:
                 raise ImageError(
                     f"{self.path} is incomplete: {name} is missing"
@@ -394,7 +395,8 @@ class OldImage:
     def users(self) -> set[str]:
         """Return who has been loaded from it."""
         try:
-            file = self._open(_USERS)
+            with _friendly(self.path):
+                file = self._open(_USERS)
         except FileNotFoundError:
             return set()
         with os.fdopen(file, "r", errors="replace") as lines:

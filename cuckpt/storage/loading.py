@@ -70,8 +70,8 @@ class LoadRun(Run):
         with self._begun(cancelled), cuda.used(), OldImage(self._path) as old:
             image = opened(old)
             self._take(self._group._members.values())
-            self.refuse_nobody()
             self._match(image, old.users())
+            self.refuse_nobody()
             self._prepare(gpu_map, dict.fromkeys(self.initial, State.RUNNING))
             with self._brought_back():
                 self._begin_all()

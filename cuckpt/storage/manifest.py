@@ -318,7 +318,7 @@ def _stripe(found: Mapping[str, Any]) -> Stripe:
 
 
 def _chunk(offset: Any, size: Any, place: Any, checksum: Any) -> Chunk:
-    if checksum and not _CHECKSUM.fullmatch(_is(checksum, str)):
+    if checksum != "" and not _CHECKSUM.fullmatch(_is(checksum, str)):
         raise ValueError(f"no checksum: {checksum!r}")
     return Chunk(_count(offset), _count(size), _count(place), checksum)
 

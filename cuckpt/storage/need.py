@@ -8,6 +8,9 @@ from cuckpt.storage.errors import ImageError
 from cuckpt.storage.folder import OldImage, Path
 from cuckpt.storage.loading import why_not
 from cuckpt.storage.reader import opened
+from cuckpt.uninterrupted import in_time
+
+_TIME_TO_ANSWER_S = 2
 
 
 def needed_by(path: Path) -> list[int]:
@@ -38,10 +41,10 @@ def needed_by(path: Path) -> list[int]:
         for saved in image.processes:
             try:
                 process = Process(saved.pid)
-                state = process._read_state()
+                state = in_time(process._read_state, _TIME_TO_ANSWER_S)
             except (ProcessGoneError, ValueError, driver.NotInitializedError):
                 continue  # it is another's pid by now, if anybody's
-            except (ProcessStoppedError, driver.DriverError):
+            except (ProcessStoppedError, TimeoutError, driver.DriverError):
                 state = State.CHECKPOINTED
             if not why_not(process, state, saved, users, image):
                 needed.append(saved.pid)

@@ -42,9 +42,11 @@ class StripeFile:
         """
         if size <= self.reserved_bytes:
             return
-        if _libc.fallocate(self._file, 0, 0, size):
+        while _libc.fallocate(self._file, 0, 0, size):
             error = ctypes.get_errno()
-            if error not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            if error in (errno.EOPNOTSUPP, errno.ENOSYS):
+                break
+            if error != errno.EINTR:
                 raise OSError(error, os.strerror(error), self.name)
         self.reserved_bytes = size
 

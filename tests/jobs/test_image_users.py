@@ -168,7 +168,7 @@ def test_needed_by_tells_for_whom_an_image_still_is(cuda_machine, path):
 
 def test_needed_by_counts_who_cannot_be_asked(target, path):
     Process(target.pid).save(path)
-    os.kill(target.pid, signal.SIGSTOP)
+    os.kill(target.pid, signal.SIGSTOP)  # it may be asked before it heeds that
     assert storage.needed_by(path) == [target.pid]
     os.kill(target.pid, signal.SIGCONT)
 

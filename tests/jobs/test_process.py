@@ -797,7 +797,7 @@ def crowded(cuda_machine):
 @machine_with(memory_bytes=64 * MIB)
 def test_resume_waits_for_room(cuda_machine, crowded):
     process, target, hog = crowded
-    text = "16 MiB free, and 48 MiB are needed; free memory on that GPU, or resume"
+    text = "16 MiB free, and 48 MiB are needed; free memory on that GPU, or name"
     for call in process.resume, process.recover:
         with pytest.raises(NoRoomError, match=text) as e:
             call()

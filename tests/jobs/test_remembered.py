@@ -55,7 +55,7 @@ def test_what_is_kept_is_recalled_until_it_is_forgotten(folder):
     assert remembered.recall(own_key()) == {"used_bytes": {"GPU-1": 5}}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [stat.S_IMODE(f.stat().st_mode) for f in folder.iterdir()] == [0o600]
-    remembered.keep(own_key(), image=["/image", "0"])
+    remembered.keep(own_key(), image=["/image", "0", {"GPU-1": "GPU-2"}])
     assert set(remembered.recall(own_key())) == {"used_bytes", "image"}
     remembered.forget(own_key())
     remembered.forget(own_key())
