@@ -1,13 +1,12 @@
 """Work that no signal stops half way, and time limits."""
 
-import _thread
 import math
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -20,7 +19,7 @@ def uninterrupted(do: "Callable[[threading.Event], _T]") -> _T:
     """Do something in a thread that no signal's handler runs in.
 
     Meanwhile SIGINT, SIGTERM and SIGHUP are kept waiting; they come to effect at the
-    end. What other handlers raise is raised at the end as well.
+    end. Other handlers run, and what they raise is raised at the end as well.
 
     Parameters
     ----------
@@ -34,70 +33,110 @@ def uninterrupted(do: "Callable[[threading.Event], _T]") -> _T:
     """
     if sys.is_finalizing():  # other threads get no turn any more
         return do(threading.Event())
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    cancelled = threading.Event()
+    handlers = _Handlers(cancelled)
+    results: list[_T] = []
+    problems: list[BaseException] = []
     try:
-        # This may raise, when it has blocked them, what a handler does.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
-        result = _in_a_thread(do)
-    except BaseException as problem:
+        handlers.guard()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
         try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        except BaseException as interrupt:
-            _note(interrupt, problem)
-            raise interrupt from None
-        raise
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return result
+            results.append(_in_a_thread(do, cancelled))
+        except BaseException as problem:
+            problems.append(problem)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    finally:
+        handlers.give_back()
+    if handlers.raised:
+        for failed in problems:
+            _note(handlers.raised[-1], failed)
+        raise handlers.raised[-1]
+    if problems:
+        raise problems[0]
+    return results[0]
 
 
-def _in_a_thread(do: "Callable[[threading.Event], _T]") -> _T:
-    # Of threading no more than a lock: what it has in Python is left in disorder by an
-    # exception of a handler, so that a thread counts as ended, or waits for ever.
-    cancelled, begun, end = threading.Event(), threading.Lock(), threading.Lock()
-    end.acquire()
-    result: list[_T] = []
-    problem: list[BaseException] = []
-    interrupts: list[BaseException] = []
+class _Handlers:
+    """The handlers of signals, kept from raising where that would leave disorder.
 
-    def begin() -> None:
-        if not begun.acquire(blocking=False):  # a second start
+    An exception of one can come anywhere in the main thread; where several signals have
+    come at once, also where that of another is caught.
+
+    Parameters
+    ----------
+    cancelled : threading.Event
+        Set when one has raised.
+
+    Attributes
+    ----------
+    raised : list of BaseException
+        What they have raised.
+    """
+
+    def __init__(self, cancelled: threading.Event) -> None:
+        self.raised: list[BaseException] = []
+        self._cancelled = cancelled
+        self._guards: dict[int, tuple[Any, Any]] = {}
+
+    def guard(self) -> None:
+        """Keep what they raise; they run in the main thread only."""
+        if threading.current_thread() is not threading.main_thread():
             return
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            if callable(handler):
+                guard = self._guard(handler)
+                self._guards[number] = handler, guard
+                signal.signal(number, guard)
+
+    def _guard(self, handler: Callable[[int, Any], Any]) -> Callable[[int, Any], None]:
+        def guard(number: int, frame: Any) -> None:
+            try:
+                handler(number, frame)
+            except BaseException as error:
+                self.raised.append(error)
+                self._cancelled.set()
+
+        return guard
+
+    def give_back(self) -> None:
+        """Let them raise again, but for those that were replaced meanwhile."""
         try:
-            threading.Thread(target=work, name="cuckpt", daemon=False).start()
-        except BaseException as error:
-            problem.append(error)
-            end.release()
+            for number, (handler, guard) in [*self._guards.items()]:
+                if signal.getsignal(number) is guard:
+                    signal.signal(number, handler)
+                del self._guards[number]
+        finally:
+            if self._guards:  # one of them has raised
+                self.give_back()
+
+
+def _in_a_thread(
+    do: "Callable[[threading.Event], _T]", cancelled: threading.Event
+) -> _T:
+    end = threading.Lock()
+    end.acquire()
+    results: list[_T] = []
+    problems: list[BaseException] = []
 
     def work() -> None:
         try:
-            result.append(do(cancelled))
+            results.append(do(cancelled))
         except BaseException as error:
-            problem.append(error)
+            problems.append(error)
         finally:
             end.release()
 
-    started = False
-    while not (result or problem):
-        try:
-            if not started:
-                _thread.start_new_thread(begin, ())
-                started = True
-            if not end.acquire(timeout=_LISTEN_S) and is_asked_to_end():
-                cancelled.set()
-        except BaseException as error:  # of a handler, or there can be no thread
+    try:
+        threading.Thread(target=work, name="cuckpt", daemon=False).start()
+    except RuntimeError:  # there can be no more, as when the program ends
+        return do(cancelled)
+    while not end.acquire(timeout=_LISTEN_S):
+        if is_asked_to_end():
             cancelled.set()
-            if not started and begun.acquire(blocking=False):
-                if isinstance(error, RuntimeError):  # as when the program ends
-                    return do(threading.Event())
-                raise
-            interrupts.append(error)
-    if interrupts:
-        for failed in problem:
-            _note(interrupts[-1], failed)
-        raise interrupts[-1]
-    if problem:
-        raise problem[0]
-    return result[0]
+    if problems:
+        raise problems[0]
+    return results[0]
 
 
 def _note(interrupt: BaseException, problem: BaseException) -> None:

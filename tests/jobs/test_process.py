@@ -1,6 +1,5 @@
 """One process: what suspends and resumes it, what fails, and what is left then."""
 
-import _thread
 import contextlib
 import copy
 import ctypes
@@ -1282,27 +1281,73 @@ def test_interrupt_waits_for_the_end_and_tells_what_failed():
     assert caught.value.__notes__ == ["it is lost"]
 
 
-def test_signals_are_not_kept_waiting_after_an_interrupt_at_the_begin(monkeypatch):
-    truly = signal.pthread_sigmask
-    before = truly(signal.SIG_BLOCK, [])
+def test_handlers_are_given_back_after_an_interrupt_at_the_begin(monkeypatch):
+    truly, calls = signal.signal, []
 
-    def interrupted(how, mask):
-        former = truly(how, mask)
-        if how == signal.SIG_BLOCK and mask:
+    def interrupted(number, handler):
+        former = truly(number, handler)
+        calls.append(number)
+        if len(calls) == 1:
             raise KeyboardInterrupt
         return former
 
-    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    monkeypatch.setattr(signal, "signal", interrupted)
     with pytest.raises(KeyboardInterrupt):
         uninterrupted(lambda cancelled: pytest.fail("it was begun"))
-    assert truly(signal.SIG_BLOCK, []) == before
+    assert [signal.getsignal(number) for number in signal.valid_signals()] == handlers
+
+
+def test_many_signals_at_once_end_no_work_before_it_is_done():
+    class Stop(BaseException):
+        pass
+
+    def stop(number, frame):
+        raise Stop(number)
+
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGTERM]
+    before = {number: signal.signal(number, stop) for number in numbers}
+    masks = [signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    try:
+        for _ in range(20):
+            done = []
+
+            def work(cancelled, done=done):
+                for _ in range(50):
+                    for number in numbers:
+                        os.kill(os.getpid(), number)
+                time.sleep(0.01)
+                assert cancelled.is_set()
+                done.append(True)
+
+            with pytest.raises(Stop):
+                uninterrupted(work)
+            assert done
+            assert {signal.getsignal(number) for number in numbers} == {stop}
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert masks[0] == masks[1]
+
+
+def test_handler_that_is_replaced_meanwhile_stays_so():
+    def first(number, frame):
+        signal.signal(number, signal.SIG_IGN)
+
+    before = signal.signal(signal.SIGUSR1, first)
+    try:
+        uninterrupted(lambda cancelled: os.kill(os.getpid(), signal.SIGUSR1))
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_uninterrupted_does_it_itself_when_there_can_be_no_thread(monkeypatch):
-    def refuse(*arguments):
+    def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     assert uninterrupted(lambda cancelled: threading.get_ident()) == (
         threading.get_ident()
     )
