@@ -283,12 +283,14 @@ def _process(pid: int, usable: bool) -> Iterator[Finding]:
 
 def _what_is_wrong(folder: str, checksum: str) -> str:
     """Return why an image cannot be loaded; nothing if it is there and the same."""
-    from cuckpt.storage import ImageError, describe
+    from cuckpt.storage import ImageError, ImageInUseError, describe
 
     try:
         image = describe(folder)
     except MissingExtraError:
         return ""  # which is told of the machine
+    except ImageInUseError:
+        return ""  # somebody loads it
     except OSError as error:
         return error.strerror or str(error)
     except ImageError as error:

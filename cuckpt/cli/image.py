@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from cuckpt import proc, storage
+from cuckpt import storage
 from cuckpt.cli import screens
 
 
@@ -35,13 +35,10 @@ def image(arguments: argparse.Namespace) -> int:
 
 def _needed_by(found: storage.Image) -> tuple[list[int] | None, str]:
     """Return for whom it is needed, None if that cannot be told, and a text of it."""
-    unknown = "who needs it cannot be told"
-    if any(process.boot_id != proc.boot_id() for process in found.processes):
-        return None, f"{unknown}: it is of another machine, or of before a boot"
     try:
         pids = storage.needed_by(found.path)
     except (OSError, RuntimeError) as error:
-        return None, f"{unknown}: {screens.error_text(error)}"
+        return None, f"who needs it cannot be told: {screens.error_text(error)}"
     who = ", ".join(map(str, pids)) or "nobody: it can be removed"
     return pids, f"needed by {who}"
 

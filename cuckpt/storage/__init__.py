@@ -16,7 +16,7 @@ from cuckpt.passage import Outcome
 from cuckpt.process_errors import NoMembersError, ProcessGoneError
 from cuckpt.storage.copier import MAX_WORKERS
 from cuckpt.storage.cuda import release
-from cuckpt.storage.errors import ImageError
+from cuckpt.storage.errors import ImageError, ImageInUseError
 from cuckpt.storage.folder import OldImage, Path
 from cuckpt.storage.loading import LoadRun, NotLoadedError
 from cuckpt.storage.manifest import Image, SavedProcess, SavedRegion
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Image",
     "ImageError",
+    "ImageInUseError",
     "NotLoadedError",
     "NotSavedError",
     "SavedProcess",

@@ -3,3 +3,7 @@
 
 class ImageError(RuntimeError):
     """An image is damaged, incomplete, of another version, or of something else."""
+
+
+class ImageInUseError(ImageError):
+    """Somebody writes an image there, or reads the one that is to be changed."""

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from cuckpt import proc
 from cuckpt.gpu_map import mib
-from cuckpt.storage.errors import ImageError
+from cuckpt.storage.errors import ImageError, ImageInUseError
 from cuckpt.storage.manifest import Content, Stripe
 from cuckpt.storage.stripes import StripeFile, padded
 from cuckpt.storage.threads import at_once
@@ -558,7 +558,7 @@ def _lock(folder: int, path: str, how: int) -> None:
     try:
         fcntl.flock(folder, how | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ImageError(
+        raise ImageInUseError(
             f"{path} is in use: another program writes or reads an image there"
         ) from None
 

@@ -1,6 +1,6 @@
 """Whether an image is still of use to somebody."""
 
-from cuckpt import driver
+from cuckpt import driver, proc
 from cuckpt.passage import State
 from cuckpt.process import Process
 from cuckpt.process_errors import ProcessGoneError, ProcessStoppedError
@@ -18,7 +18,7 @@ def needed_by(path: Path) -> list[int]:
 
     Those are suspended, their GPU memory is in it, and they have not been saved to
     another one since, as far as this user's programs know. One that cannot be asked
-    counts.
+    counts. Pids are those of the pid namespace that it was saved in.
 
     Parameters
     ----------
@@ -33,11 +33,16 @@ def needed_by(path: Path) -> list[int]:
     Raises
     ------
     ImageError, OSError
-        As `describe`.
+        As `describe`; and if it is of another machine, or of before a boot.
     """
     needed = []
     with OldImage(path) as old:
         image, users = opened(old), old.users()
+        if any(saved.boot_id != proc.boot_id() for saved in image.processes):
+            raise ImageError(
+                f"{image.path} is of another machine, or of before a boot: its "
+                "processes are not to be seen here"
+            )
         for saved in image.processes:
             try:
                 process = Process(saved.pid)

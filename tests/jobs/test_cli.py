@@ -539,9 +539,7 @@ def test_image_is_told_though_it_is_not_known_who_needs_it(targets, folder):
     change_manifest(folder, boot_id="of another")
     needed_by, text = told()
     assert needed_by is None
-    assert text.endswith(
-        "cannot be told: it is of another machine, or of before a boot"
-    )
+    assert "of another machine, or of before a boot" in text
 
 
 def change_manifest(folder, **facts):

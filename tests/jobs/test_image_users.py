@@ -23,7 +23,13 @@ from cuckpt.process_errors import (
     ProcessLostError,
 )
 from cuckpt.simulator import Fault, Machine
-from cuckpt.storage import ImageError, NotLoadedError, NotSavedError, cuda
+from cuckpt.storage import (
+    ImageError,
+    ImageInUseError,
+    NotLoadedError,
+    NotSavedError,
+    cuda,
+)
 from cuckpt.storage.copier import Copier, Region
 from cuckpt.storage.folder import NewImage
 from cuckpt.storage.operation import Operation, gpu_uuid
@@ -171,6 +177,24 @@ def test_needed_by_counts_who_cannot_be_asked(target, path):
     os.kill(target.pid, signal.SIGSTOP)  # it may be asked before it heeds that
     assert storage.needed_by(path) == [target.pid]
     os.kill(target.pid, signal.SIGCONT)
+
+
+def test_needed_by_does_not_tell_of_other_machines(target, path, monkeypatch):
+    Process(target.pid).save(path)
+    with monkeypatch.context() as patch:
+        patch.setattr("cuckpt.proc.boot_id", lambda: "of another machine")
+        with pytest.raises(ImageError, match="another machine"):
+            storage.needed_by(path)
+    assert storage.needed_by(path) == [target.pid]
+
+
+def test_image_in_use_has_an_error_of_its_own(target, path):
+    process = Process(target.pid)
+    process.save(path)
+    with NewImage(path, replace=True), pytest.raises(ImageInUseError, match="in use"):
+        process.load(path)
+    process.load(path)
+    assert runs(target)
 
 
 def test_image_is_removed_once_all_run(target, path):

@@ -1316,8 +1316,8 @@ def test_many_signals_at_once_end_no_work_before_it_is_done():
                 for _ in range(50):
                     for number in numbers:
                         os.kill(os.getpid(), number)
+                assert cancelled.wait(10)
                 time.sleep(0.01)
-                assert cancelled.is_set()
                 done.append(True)
 
             with pytest.raises(Stop):
