@@ -132,7 +132,7 @@ class ProcessGroup:
     def from_image(
         cls, path: "str | os.PathLike[str]", **options: Any
     ) -> "ProcessGroup":
-        """Make a group of the processes that an image is of, to load them.
+        """Make a group of those that have the pids of an image's processes, to load it.
 
         Parameters
         ----------

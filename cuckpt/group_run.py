@@ -380,6 +380,7 @@ class Run:
             for pid in failed.keys() - self._passages.keys():  # ended meanwhile
                 why = self._report.skipped.get(pid, "has ended")
                 self._problems[pid] = ProcessGoneError(pid, why)
+                self._problems[pid].__cause__ = failed[pid]
             raise
 
     @contextlib.contextmanager

@@ -123,6 +123,18 @@ def boot_id() -> str:
     return "".join(_lines("/proc/sys/kernel/random/boot_id")).strip()
 
 
+def pid_namespace() -> int:
+    """Return what identifies the namespace that pids are of here; 0 if nothing tells.
+
+    Returns
+    -------
+    int
+    """
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
+
+
 def glance(pid: int) -> Glance | None:
     """Return what can be told fast of a process; None if there is none.
 

@@ -455,7 +455,7 @@ class Process:
             Whether the image must be that of this very process, from its last save.
             Not so after CRIU, say, has made the process anew.
         remove : bool
-            Whether to remove the image, and its folder, once it runs.
+            Whether to remove the image, and its folder, once all of it run.
 
         Returns
         -------

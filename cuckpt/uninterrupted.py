@@ -1,6 +1,9 @@
 """Work that no signal stops half way, and time limits."""
 
+import ctypes
+import functools
 import math
+import os
 import signal
 import sys
 import threading
@@ -13,6 +16,7 @@ _T = TypeVar("_T")
 # Those that ask a program to end. They wait until the work is done, or undone.
 _REQUESTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _LISTEN_S = 0.02
+_SIZE_OF_ACTION = 1024  # more than any system's struct sigaction has
 
 
 def uninterrupted(do: "Callable[[threading.Event], _T]") -> _T:
@@ -37,6 +41,7 @@ def uninterrupted(do: "Callable[[threading.Event], _T]") -> _T:
     handlers = _Handlers(cancelled)
     results: list[_T] = []
     problems: list[BaseException] = []
+    _guarding.add(handlers)
     try:
         handlers.guard()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
@@ -46,6 +51,7 @@ def uninterrupted(do: "Callable[[threading.Event], _T]") -> _T:
             problems.append(problem)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     finally:
+        _guarding.discard(handlers)
         handlers.give_back()
     if handlers.raised:
         for failed in problems:
@@ -60,12 +66,13 @@ class _Handlers:
     """The handlers of signals, kept from raising where that would leave disorder.
 
     An exception of one can come anywhere in the main thread; where several signals have
-    come at once, also where that of another is caught.
+    come at once, also where that of another is caught. A signal that would end the
+    program ends it afterwards: any thread that does not keep it waiting may get it.
 
     Parameters
     ----------
     cancelled : threading.Event
-        Set when one has raised.
+        Set when one has raised, or is to end the program.
 
     Attributes
     ----------
@@ -76,7 +83,9 @@ class _Handlers:
     def __init__(self, cancelled: threading.Event) -> None:
         self.raised: list[BaseException] = []
         self._cancelled = cancelled
-        self._guards: dict[int, tuple[Any, Any]] = {}
+        self._guards: dict[int, tuple[Any, Any, Any]] = {}
+        self._ending: list[int] = []
+        self._is_over = False
 
     def guard(self) -> None:
         """Keep what they raise; they run in the main thread only."""
@@ -84,13 +93,20 @@ class _Handlers:
             return
         for number in signal.valid_signals():
             handler = signal.getsignal(number)
-            if callable(handler):
-                guard = self._guard(handler)
-                self._guards[number] = handler, guard
-                signal.signal(number, guard)
+            if handler is signal.SIG_DFL and number in _REQUESTS:
+                handler = self._end
+            elif not callable(handler):
+                continue
+            guard = self._guard(handler)
+            # With what Python does not tell of it, such as SA_RESTART.
+            self._guards[number] = handler, guard, _action(number)
+            signal.signal(number, guard)
 
     def _guard(self, handler: Callable[[int, Any], Any]) -> Callable[[int, Any], None]:
         def guard(number: int, frame: Any) -> None:
+            if self._is_over:  # somebody has kept it
+                handler(number, frame)
+                return
             try:
                 handler(number, frame)
             except BaseException as error:
@@ -99,16 +115,60 @@ class _Handlers:
 
         return guard
 
+    def _end(self, number: int, frame: Any) -> None:
+        """Do what a signal without a handler does, when that can be."""
+        if self._is_over:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self._ending.append(number)
+        self._cancelled.set()
+
     def give_back(self) -> None:
         """Let them raise again, but for those that were replaced meanwhile."""
         try:
-            for number, (handler, guard) in [*self._guards.items()]:
+            for number, (handler, guard, action) in [*self._guards.items()]:
                 if signal.getsignal(number) is guard:
-                    signal.signal(number, handler)
+                    own = signal.SIG_DFL if handler == self._end else handler
+                    signal.signal(number, own)
+                    _act(number, action)
                 del self._guards[number]
+            self._is_over = True
         finally:
             if self._guards:  # one of them has raised
                 self.give_back()
+        while self._ending:
+            signal.raise_signal(self._ending.pop())
+
+    def be_over(self) -> None:
+        """Keep nothing any more, in a forked child."""
+        self._is_over = True
+
+
+_guarding: set[_Handlers] = set()
+
+
+def _end_guards() -> None:
+    for handlers in _guarding:
+        handlers.be_over()
+
+
+os.register_at_fork(after_in_child=_end_guards)
+
+
+def _action(number: int) -> "ctypes.Array[ctypes.c_char]":
+    """Return what the system does at a signal."""
+    action = ctypes.create_string_buffer(_SIZE_OF_ACTION)
+    _libc().sigaction(number, None, action)
+    return action
+
+
+def _act(number: int, action: "ctypes.Array[ctypes.c_char]") -> None:
+    _libc().sigaction(number, action, None)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _in_a_thread(

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from cuckpt import driver as checkpoint
-from cuckpt.errors import DriverError, driver_error
+from cuckpt.errors import DriverError, InvalidHandleError, driver_error
 from cuckpt.process_errors import MissingExtraError
 
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: pinned for all contexts
@@ -196,7 +196,15 @@ class Slot:
         self.view, self.address = self._buffer.view, self._buffer.address
 
     def _new_buffer(self) -> Buffer:
-        return Buffer(self._size)
+        try:
+            return Buffer(self._size)
+        except DriverError:
+            others = _buffers.forget()  # of other sizes, which nobody uses
+            if not others:
+                raise
+            for buffer in others:
+                buffer.free()
+            return Buffer(self._size)
 
     def fetch(self, device_pointer: int, size: int) -> None:
         """Begin to copy from the GPU to the buffer."""
@@ -222,6 +230,9 @@ class Slot:
         try:
             self.wait()
             is_fit = True
+        except DriverError:
+            _streams.forget(self._gpu)  # what is wrong with one is so with all
+            raise
         finally:
             _streams.give(self._gpu, self._stream if is_fit else None)
             _buffers.give(self._size, self._buffer if is_fit else None)
@@ -269,7 +280,9 @@ def warm_up(size: int, count: int) -> None:
     """
     for gpu, context in [*_contexts.items()]:
         with _current(context), contextlib.ExitStack() as stack:
-            stack.callback(Slot(size, gpu).close)
+            with contextlib.suppress(InvalidHandleError):  # since a reset
+                Slot(size, gpu, wait=True).close()
+            stack.callback(Slot(size, gpu, wait=True).close)
             with contextlib.suppress(DriverError):
                 for _ in range(1, count):
                     stack.callback(Slot(size, gpu).close)

@@ -320,6 +320,8 @@ class OldImage:
     Parameters
     ----------
     path : str or path
+    lock : bool
+        Whether to keep others from changing it; not if this program does that anyhow.
 
     Attributes
     ----------
@@ -333,13 +335,14 @@ class OldImage:
         If it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: bool = True) -> None:
         self.path = absolute(path)
         with _friendly(self.path):
             self._folder = os.open(self.path, _FOLDER)
         self._files: dict[str, StripeFile] = {}
         try:
-            _lock(self._folder, self.path, fcntl.LOCK_SH)
+            if lock:
+                _lock(self._folder, self.path, fcntl.LOCK_SH)
             self.manifest = self._read_manifest()
         except BaseException:
             os.close(self._folder)

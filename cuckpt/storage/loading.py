@@ -84,8 +84,8 @@ class LoadRun(Run):
             self._each(lambda passage: passage.go_back(State.RUNNING), self._passages)
             self._raise_problems()
             self.refuse_nobody()
-            if self._remove:
-                self._remove_image(old)
+            if self._remove and (self._same_process or not self._report.skipped):
+                self._remove_image(old)  # CRIU may make anew who has ended
         return self._finished()
 
     def _passage_of(self, member: "Process") -> Passage:

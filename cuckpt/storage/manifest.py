@@ -105,6 +105,8 @@ class SavedProcess:
         As in /proc/PID/stat, in clock ticks since the boot.
     boot_id : str
         Of the boot.
+    pid_namespace : int
+        In which the pid is; 0 if that was not known.
     regions : list of SavedRegion
     """
 
@@ -112,6 +114,7 @@ class SavedProcess:
     name: str
     start_time: int
     boot_id: str
+    pid_namespace: int
     regions: list[SavedRegion]
 
     @property
@@ -271,6 +274,7 @@ def _process(found: Mapping[str, Any]) -> SavedProcess:
         _is(found["name"], str),
         _is(found["start_time"], int),
         _is(found["boot_id"], str),
+        _is(found["pid_namespace"], int),
         regions,
     )
 

@@ -168,9 +168,11 @@ class SaveRun(Run):
             passage.note(text)
 
     def _opened(self, path: Path) -> NewImage:
+        image = NewImage(path, self._replace, self._durable)
+        self._open.enter_context(image)
         if self._replace:
             refuse_needed(path)
-        return self._open.enter_context(NewImage(path, self._replace, self._durable))
+        return image
 
     def _sizes(self) -> list[int]:
         return [
@@ -453,7 +455,12 @@ class SavePassage(StoragePassage):
             for uuid, facts in self._gpus.items()
         ]
         return SavedProcess(
-            pid, self.process.name, start_time or 0, proc.boot_id(), regions
+            pid,
+            self.process.name,
+            start_time or 0,
+            proc.boot_id(),
+            proc.pid_namespace(),
+            regions,
         )
 
     def left_in(self, path: str, error: ProcessLeftError) -> ProcessLeftError:

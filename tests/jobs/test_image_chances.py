@@ -207,6 +207,7 @@ SOUND = {
             "name": "python",
             "start_time": 9,
             "boot_id": "b",
+            "pid_namespace": 1,
             "regions": [
                 {
                     "gpu": "GPU-01234567-89ab-cdef-0123-456789abcdef",
@@ -265,7 +266,7 @@ def test_manifest_with_one_wrong_value_is_refused_or_harmless(path, wrong):
         # What may be anything, or nothing at all.
         assert path[-1] in {
             *("created", "cuckpt", "cuda_version", "pid", "name", "start_time"),
-            *("boot_id", "gpu_name", "processes", "regions", 3),
+            *("boot_id", "pid_namespace", "gpu_name", "processes", "regions", 3),
         }, image
 
 

@@ -188,6 +188,43 @@ def test_needed_by_does_not_tell_of_other_machines(target, path, monkeypatch):
     assert storage.needed_by(path) == [target.pid]
 
 
+def test_image_of_another_pid_namespace_is_neither_judged_nor_replaced(
+    cuda_machine, target, path, monkeypatch
+):
+    Process(target.pid).save(path)
+    other = cuda_machine.spawn({0: MIB})
+    with monkeypatch.context() as patch:
+        patch.setattr("cuckpt.proc.pid_namespace", lambda: 5)
+        with pytest.raises(ImageError, match="another pid namespace"):
+            storage.needed_by(path)
+        with pytest.raises(ImageError, match="another pid namespace"):
+            Process(other.pid).save(path, replace=True)
+    assert runs(other)
+    Process(target.pid).load(path)
+    assert runs(target)
+
+
+def test_image_of_a_boot_before_can_be_replaced(target, path, monkeypatch):
+    process = Process(target.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr("cuckpt.proc.boot_id", lambda: "of before")
+        process.save(path)
+        process.load(path)
+    process.save(path, replace=True)
+    process.load(path)
+    assert runs(target)
+
+
+def test_image_is_not_removed_while_criu_may_make_one_of_it_anew(cuda_machine, path):
+    targets = [cuda_machine.spawn({0: MIB}) for _ in range(2)]
+    group = ProcessGroup.from_pids(target.pid for target in targets)
+    group.save(path)
+    targets[0].end()
+    group.load(path, same_process=False, remove=True)
+    assert runs(targets[1])
+    storage.verify(path)
+
+
 def test_image_in_use_has_an_error_of_its_own(target, path):
     process = Process(target.pid)
     process.save(path)
@@ -313,6 +350,7 @@ def test_group_of_which_one_dies_while_the_save_fails_names_it(
         ProcessGroup.from_pids(target.pid for target in targets).save(path)
     gone = [each for each in caught.value.exceptions if each.pid == targets[0].pid]
     assert [type(each) for each in gone] == [ProcessGoneError]
+    assert "full" in str(gone[0].__cause__)
     assert runs(targets[1])
 
 
@@ -603,6 +641,41 @@ def test_reset_of_the_gpu_between_two_saves_is_no_problem(target, path):
     process.load(path)
     cuda.call("cuDevicePrimaryCtxReset", 0)
     process.save(path, replace=True)
+    process.load(path)
+    assert runs(target)
+
+
+def test_reset_that_nobody_can_see_any_more_costs_one_stream(target, path):
+    process = Process(target.pid)
+    process.save(path)
+    process.load(path)
+    device = driver.device_get(0)
+    cuda.call("cuDevicePrimaryCtxReset", 0)
+    driver.device_primary_ctx_retain(device)  # it is active again
+    process.save(path, replace=True)
+    process.load(path)
+    assert runs(target)
+    driver.device_primary_ctx_release_v2(device)
+
+
+def test_buffers_of_another_size_make_room(cuda_machine, target, path, monkeypatch):
+    call, sizes = cuda.call, []
+
+    def limited(name, *arguments):
+        if name == "cuMemHostAlloc":
+            if sum(sizes) + arguments[0] > 24 * MIB:
+                raise driver.OutOfMemoryError(2, name)
+            sizes.append(arguments[0])
+        if name == "cuMemFreeHost":
+            sizes.pop(0)
+        return call(name, *arguments)
+
+    monkeypatch.setattr(cuda, "call", limited)
+    driver.init(0)
+    cuda.enter(0)
+    cuda.Slot(16 * MIB).close()
+    process = Process(target.pid)
+    process.save(path)
     process.load(path)
     assert runs(target)
 

@@ -30,6 +30,7 @@ from cuckpt.process_errors import (
 )
 from cuckpt.simulator import Fault
 from cuckpt.target import Program, Target
+from cuckpt.uninterrupted import _action
 
 MIB = 1 << 20
 STATES = ["running", "locked", "checkpointed"]
@@ -1329,6 +1330,75 @@ def test_many_signals_at_once_end_no_work_before_it_is_done():
         for number, handler in before.items():
             signal.signal(number, handler)
     assert masks[0] == masks[1]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_signal_without_a_handler_ends_the_program_when_its_work_is_done(name):
+    program = f"""
+import os, signal, sys, threading, time
+from cuckpt.uninterrupted import uninterrupted
+signal.signal(signal.{name}, signal.SIG_DFL)
+threading.Thread(target=time.sleep, args=[60], daemon=True).start()  # may get it
+def do(cancelled):
+    os.kill(os.getpid(), signal.{name})
+    cancelled.wait(10)
+    time.sleep(0.1)
+    print("done", flush=True)
+uninterrupted(do)
+print("not ended")
+"""
+    command = [sys.executable, "-P", "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("done\n", "")
+    assert result.returncode == -getattr(signal, name)
+
+
+def test_what_python_does_not_tell_of_a_handler_is_kept():
+    def flags():
+        return _action(signal.SIGUSR1).raw[136:140]  # after handler and mask
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    try:
+        signal.siginterrupt(signal.SIGUSR1, False)
+        own = flags()
+        signal.siginterrupt(signal.SIGUSR1, True)
+        assert flags() != own
+        signal.siginterrupt(signal.SIGUSR1, False)
+        uninterrupted(lambda cancelled: None)
+        assert flags() == own
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_guard_that_somebody_keeps_does_what_the_handler_does():
+    def stop(number, frame):
+        raise ZeroDivisionError
+
+    guards = []
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        uninterrupted(lambda cancelled: guards.append(signal.getsignal(signal.SIGUSR1)))
+        with pytest.raises(ZeroDivisionError):
+            guards[0](signal.SIGUSR1, None)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_forked_child_heeds_signals_as_before():
+    program = """
+import os, signal
+from cuckpt.uninterrupted import uninterrupted
+def do(cancelled):
+    if os.fork() == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(5)
+    return os.wait()[1]
+print(os.waitstatus_to_exitcode(uninterrupted(do)))
+"""
+    command = [sys.executable, "-P", "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == (f"{-signal.SIGTERM}\n", "")
 
 
 def test_handler_that_is_replaced_meanwhile_stays_so():
