@@ -1,8 +1,6 @@
 """`cuckpt image`: what is in an image, and whether it is whole."""
 
 import argparse
-import dataclasses
-from typing import Any
 
 from cuckpt import storage
 from cuckpt.cli import screens
@@ -26,7 +24,7 @@ def image(arguments: argparse.Namespace) -> int:
     if arguments.json:
         screens.print_json({**_facts(found), "needed_by": needed_by})
         return 0
-    print(_printable(found))
+    print(found)
     print(screens.hanging(text, "  "))
     if arguments.what == "verify":
         print("  all of it is as it was saved")
@@ -41,19 +39,6 @@ def _needed_by(found: storage.Image) -> tuple[list[int] | None, str]:
         return None, f"who needs it cannot be told: {screens.error_text(error)}"
     who = ", ".join(map(str, pids)) or "nobody: it can be removed"
     return pids, f"needed by {who}"
-
-
-def _printable(what: Any) -> Any:
-    """Return an image, or a part of one, whose texts cannot change the terminal."""
-    if isinstance(what, str):
-        return screens.printable(what)
-    if isinstance(what, list):
-        return [_printable(each) for each in what]
-    if dataclasses.is_dataclass(what) and not isinstance(what, type):
-        return dataclasses.replace(
-            what, **{name: _printable(value) for name, value in vars(what).items()}
-        )
-    return what
 
 
 def _facts(found: storage.Image) -> dict[str, object]:

@@ -269,10 +269,10 @@ class NewImage:
         """Remove what is left of the image of before."""
         self._remove_if_possible(lambda name: name not in self._names)
 
-    def add_user(self, user: str) -> None:
+    def add_user(self, identity: str, checksum: str) -> None:
         """As `OldImage.add_user`."""
         self._names.add(_USERS)
-        _add_user(self._folder, user)
+        _add_user(self._folder, identity, checksum)
 
     def _give_up(self) -> None:
         for file in *self._files, *self._reserved:
@@ -395,30 +395,45 @@ class OldImage:
         """Return a file that is open."""
         return self._files[name]
 
-    def users(self) -> set[str]:
-        """Return who has been loaded from it."""
+    def users(self, checksum: str) -> set[str]:
+        """Return who has been loaded from it.
+
+        Parameters
+        ----------
+        checksum : str
+            Of its manifest: there may be lines of one before.
+
+        Returns
+        -------
+        set of str
+            Pid, start time and boot of each.
+        """
         try:
             with _friendly(self.path):
                 file = self._open(_USERS)
         except FileNotFoundError:
             return set()
         with os.fdopen(file, "r", errors="replace") as lines:
-            return set(lines.read(_MAX_MANIFEST_BYTES).splitlines())
+            found = lines.read(_MAX_MANIFEST_BYTES).splitlines()
+        end = f" {checksum}"
+        return {line.removesuffix(end) for line in found if line.endswith(end)}
 
-    def add_user(self, user: str) -> None:
+    def add_user(self, identity: str, checksum: str) -> None:
         """Keep in mind that somebody has been loaded from it.
 
         Parameters
         ----------
-        user : str
-            Pid, start time and boot of the process, and checksum of the manifest.
+        identity : str
+            Pid, start time and boot of the process.
+        checksum : str
+            Of the manifest.
 
         Raises
         ------
         OSError
             If that cannot be written.
         """
-        _add_user(self._folder, user)
+        _add_user(self._folder, identity, checksum)
 
     def remove(self) -> None:
         """Remove the image, and its folder.
@@ -573,11 +588,11 @@ def _close(folder: int) -> None:
     os.close(folder)
 
 
-def _add_user(folder: int, user: str) -> None:
+def _add_user(folder: int, identity: str, checksum: str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FILE
     file = os.open(_USERS, flags, 0o600, dir_fd=folder)
     try:
-        os.write(file, f"{user}\n".encode())
+        os.write(file, f"{identity} {checksum}\n".encode())
     finally:
         os.close(file)
 

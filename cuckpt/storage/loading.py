@@ -70,7 +70,7 @@ class LoadRun(Run):
         with self._begun(cancelled), cuda.used(), OldImage(self._path) as old:
             image = opened(old)
             self._take(self._group._members.values())
-            self._match(image, old.users())
+            self._match(image, old.users(image.checksum))
             self.refuse_nobody()
             self._prepare(gpu_map, dict.fromkeys(self.initial, State.RUNNING))
             with self._brought_back():
@@ -106,7 +106,7 @@ class LoadRun(Run):
             )
         saved = {process.pid: process for process in image.processes}
         self._leave_out_the_dead(saved)
-        self._leave_out_who_runs(saved, image, users)
+        self._leave_out_who_runs(saved, users)
         missing = sorted(saved.keys() - self._passages.keys())
         if missing:
             raise ImageError(
@@ -148,13 +148,13 @@ class LoadRun(Run):
                 self._report.skipped[pid] = "has ended since it was saved"
 
     def _leave_out_who_runs(
-        self, saved: dict[int, SavedProcess], image: Image, users: set[str]
+        self, saved: dict[int, SavedProcess], users: set[str]
     ) -> None:
         """Leave out who has run on without the others, unless that is everybody."""
         run_on = {
             pid
             for pid, process in saved.items()
-            if f"{process.identity} {image.checksum}" in users
+            if process.identity in users
             and self.initial.get(pid, State.RUNNING) == State.RUNNING
         }
         if run_on == saved.keys():
@@ -210,8 +210,8 @@ class LoadRun(Run):
         """Let nobody load these processes from it again: they run on from here."""
         for loader in self._loaders:
             loader.process._image = None
-            user = f"{identity(loader.process)} {loader.checksum}"
-            use_up = functools.partial(old.add_user, user)
+            own = identity(loader.process)
+            use_up = functools.partial(old.add_user, own, loader.checksum)
             loader.noted("whether it is loaded from this image once only", use_up)
 
 
@@ -364,7 +364,7 @@ def why_not(
     latest = process._image
     if latest is not None and latest[1] != image.checksum:
         return f"has been saved since, to {latest[0]}: this image does not fit"
-    if f"{saved.identity} {image.checksum}" in users:
+    if saved.identity in users:
         return (
             f"has been loaded from {image.path} before, and has run since: this image "
             "does not fit any more, and resume() brings it back"

@@ -182,7 +182,7 @@ class Image:
                 f"    {region.gpu}  {region.gpu_name}  {_mib(region.size)}"
                 for region in process.regions
             ]
-        return "\n".join(lines)
+        return "\n".join(map(_printable, lines))
 
     @property
     def checksum(self) -> str:
@@ -254,6 +254,11 @@ def parse(manifest: bytes, path: str) -> Image:
             f"{type(error).__name__}: {error}"
         ) from None
     return image
+
+
+def _printable(line: str) -> str:
+    """Return a line without what could change a terminal: names may hold anything."""
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def _checksum(text: str) -> str:

@@ -46,7 +46,7 @@ def needed_by(path: Path) -> list[int]:
                 f"{image.path} is of another machine, or of before a boot: its "
                 "processes are not to be seen here"
             )
-        return _needed_by(image, old.users())
+        return _needed_by(image, old.users(image.checksum))
 
 
 def _is_of_another_boot(image: Image) -> bool:
@@ -91,7 +91,8 @@ def refuse_needed(path: Path) -> None:
     """
     try:
         with OldImage(path, lock=False) as old:
-            image, users = opened(old), old.users()
+            image = opened(old)
+            users = old.users(image.checksum)
     except (ImageError, OSError):
         return  # there is none that could be loaded
     if _is_of_another_boot(image):

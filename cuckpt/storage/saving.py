@@ -384,7 +384,7 @@ class SaveRun(Run):
             saver.outcome.image = None
             if needed:  # it runs on from here, and the image does not fit any more
                 with contextlib.suppress(OSError):
-                    self._image.add_user(f"{identity(saver.process)} {self._checksum}")
+                    self._image.add_user(identity(saver.process), self._checksum)
 
 
 def _require_descriptors(count: int) -> None:
